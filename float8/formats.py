@@ -1,12 +1,12 @@
 """The FP8 number formats: the only place that names their torch dtypes and knows their maxima.
 
-Bit layouts: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433) and the OCP 8-bit
-floating point specification (FN); Noune et al., "8-bit Numerical Formats for Deep Neural Networks"
-(arXiv 2206.02915) for FNUZ; the OCP Microscaling (MX) specification for E8M0.
+Bit layouts: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433) and the OCP
+8-bit floating point specification (FN); Noune et al., "8-bit Numerical Formats for Deep Neural
+Networks" (arXiv 2206.02915) for FNUZ; the OCP Microscaling (MX) specification for E8M0.
 
-The flavour says which bytes mean what. "fn" (OCP) has a negative zero and is what NVIDIA, CPUs and AMD
-from gfx950 on use. "fnuz" (AMD gfx942) has one zero and no infinity, its only NaN is byte 0x80, and its
-exponent bias is larger by one: the same byte is half the value.
+The flavour says what a byte means. "fn" (OCP) is what NVIDIA, CPUs and AMD after gfx942 use.
+"fnuz" (AMD gfx942) has one zero and no infinity, its only NaN is byte 0x80, and its exponent bias
+is larger by one: the same byte is half the value.
 """
 
 import math
