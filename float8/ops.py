@@ -1,0 +1,15 @@
+"""The stateless ops, on plain tensors: the same as ``torch.ops.float8.*``, with their references and fake kernels.
+
+They carry no gradient and know no tensor class; ``float8.quantize``, ``Float8TrainingTensor`` and ``float8.linear`` are made
+of them. Arguments and formulas: ``float8/kernels/quantize.py`` and ``float8/kernels/matmul.py``.
+"""
+
+import torch
+
+from .kernels import matmul as _matmul  # noqa: F401 (registers)
+from .kernels import quantize as _quantize  # noqa: F401
+
+quantize = torch.ops.float8.quantize
+quantize_static = torch.ops.float8.quantize_static
+dequantize = torch.ops.float8.dequantize
+scaled_mm = torch.ops.float8.scaled_mm

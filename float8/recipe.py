@@ -1,0 +1,153 @@
+"""What runs in FP8 and how: one frozen value per way of training.
+
+A linear layer multiplies three times. Letters: M tokens, N out features, K in features.
+
+    forward  y_MN  = x_MK    @ (w_NK).T      operands x [M, K]   and w [N, K],   contraction K
+    dgrad    gx_MK = g_MN    @ (w_KN).T      operands g [M, N]   and w^T [K, N], contraction N
+    wgrad    gw_NK = (g_NM)  @ (x_KM).T      operands g^T [N, M] and x^T [K, M], contraction M
+
+Every operand is written as [rows, contraction], so one block shape ``(rows, contraction)`` says how it is scaled in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from .devices import assumed_device, format_for
+from .formats import E8M0
+from .kernels.matmul import Operand, select
+from .scaling import FULL, Block, block_name, check_block, check_scale_mode
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand [rows, contraction] of one GEMM is quantised.
+
+    Args:
+        kind: "e4m3" or "e5m2"; the device gives the flavour.
+        block: (rows, contraction), each a size or ``FULL``.
+        scale_mode: one of ``float8.scaling.SCALE_MODES``.
+    """
+
+    kind: Literal["e4m3", "e5m2"]
+    block: Block
+    scale_mode: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("e4m3", "e5m2"):
+            raise ValueError(f"kind={self.kind!r} must be 'e4m3' or 'e5m2'")
+        check_block((0, 0), self.block)
+        check_scale_mode(self.scale_mode)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {block_name(self.block)} {self.scale_mode}"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One FP8 GEMM: its two operands, and whether partial sums may be kept in less than float32 (``fast_accum``)."""
+
+    a: Cast
+    b: Cast
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        if self.a.block[1] != self.b.block[1] or self.a.block[1] == 1:
+            raise ValueError(
+                f"operands with blocks {block_name(self.a.block)} and {block_name(self.b.block)} cannot be multiplied: the "
+                "second entry is the contraction's, and must be the same size above 1, or FULL, in both"
+            )
+
+
+class Plan(NamedTuple):
+    """A GEMM on a device: FP8 dtypes of the operands and the implementation's name."""
+
+    a: torch.dtype
+    b: torch.dtype
+    impl: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which of a layer's three GEMMs run in FP8, and how.
+
+    Args:
+        name: shown in reports.
+        forward, dgrad, wgrad: a ``Gemm`` (operands x and w; g and w^T; g^T and x^T), or None for high precision.
+        weight_for_dgrad: "recompute" quantises the weight again in backward; "save" keeps forward's second FP8 copy,
+            1 byte per weight, for the time between forward and backward.
+
+    Raises:
+        ValueError: a part does not fit; see ``Cast`` and ``Gemm``.
+    """
+
+    name: str
+    forward: Gemm | None
+    dgrad: Gemm | None
+    wgrad: Gemm | None
+    weight_for_dgrad: Literal["recompute", "save"] = "recompute"
+
+    def __post_init__(self) -> None:
+        if self.weight_for_dgrad not in ("recompute", "save"):
+            raise ValueError(f"weight_for_dgrad={self.weight_for_dgrad!r} must be 'recompute' or 'save'")
+        if self.weight_for_dgrad == "save" and self.dgrad is None:
+            raise ValueError("weight_for_dgrad='save' keeps an FP8 weight for dgrad, but dgrad is in high precision")
+
+    def plan(self, device: torch.device) -> tuple[Plan | None, Plan | None, Plan | None]:
+        """Formats and implementations of forward, dgrad and wgrad on ``device``; None for a high-precision GEMM."""
+        return _plans(self, device, assumed_device())
+
+    def __str__(self) -> str:
+        rows = [("GEMM", "first operand", "second operand", "accumulation")]
+        for label, gemm in (("forward", self.forward), ("dgrad", self.dgrad), ("wgrad", self.wgrad)):
+            accumulation = "" if gemm is None else "fast" if gemm.fast_accum else "float32"
+            first, second = ("high precision", "high precision") if gemm is None else (str(gemm.a), str(gemm.b))
+            rows.append((label, first, second, accumulation))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"Recipe {self.name} (weight for dgrad: {self.weight_for_dgrad})", *lines])
+
+
+def _plans(
+    recipe: Recipe, device: torch.device, assumed: str | None
+) -> tuple[Plan | None, Plan | None, Plan | None]:
+    return _plan(recipe.forward, device), _plan(recipe.dgrad, device), _plan(recipe.wgrad, device)
+
+
+# torch.compile runs it while tracing and takes the answer as a constant of the graph; ``assumed``, which the caller read, is
+# what the graph is guarded on. (torch.compiler.assume_constant_result does this too, but imports torch._dynamo: 2 s.)
+_plans._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _plan(gemm: Gemm | None, device: torch.device) -> Plan | None:
+    if gemm is None:
+        return None
+    a, b = (format_for(device, cast.kind).dtype for cast in (gemm.a, gemm.b))
+    scale_a, scale_b = (
+        E8M0.dtype if cast.scale_mode.startswith("e8m0") else torch.float32 for cast in (gemm.a, gemm.b)
+    )
+    impl = select(device, Operand(a, gemm.a.block, scale_a), Operand(b, gemm.b.block[::-1], scale_b))
+    return Plan(a, b, impl)
+
+
+_TENSOR = Cast("e4m3", (FULL, FULL))
+_TENSOR_GRAD = Cast("e5m2", (FULL, FULL))
+_ROW = Cast("e4m3", (1, FULL))
+_BLOCK = Cast("e4m3", (1, 128))
+_SQUARE = Cast("e4m3", (128, 128))
+_MX = Cast("e4m3", (1, 32), "e8m0_rceil")
+
+TENSORWISE = Recipe(
+    "tensorwise", Gemm(_TENSOR, _TENSOR, fast_accum=True), Gemm(_TENSOR_GRAD, _TENSOR), Gemm(_TENSOR_GRAD, _TENSOR)
+)
+ROWWISE = Recipe("rowwise", Gemm(_ROW, _ROW, fast_accum=True), Gemm(_ROW, _ROW), Gemm(_ROW, _ROW))
+ROWWISE_WGRAD_HP = Recipe("rowwise_wgrad_hp", Gemm(_ROW, _ROW, fast_accum=True), Gemm(_ROW, _ROW), None)
+# DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.
+BLOCKWISE = Recipe("blockwise", Gemm(_BLOCK, _SQUARE), Gemm(_BLOCK, _SQUARE), Gemm(_BLOCK, _BLOCK))
+# OCP MX specification 1.0; scales rounded up so that no value saturates (arXiv 2506.08027).
+MXFP8 = Recipe("mxfp8", Gemm(_MX, _MX), Gemm(_MX, _MX), Gemm(_MX, _MX))
+
+RECIPES: dict[str, Recipe] = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WGRAD_HP, BLOCKWISE, MXFP8)}
