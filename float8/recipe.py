@@ -12,7 +12,7 @@ Every operand is written as [rows, contraction], so one block shape ``(rows, con
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -98,7 +98,7 @@ class Recipe:
 
     def plan(self, device: torch.device) -> tuple[Plan | None, Plan | None, Plan | None]:
         """Formats and implementations of forward, dgrad and wgrad on ``device``; None for a high-precision GEMM."""
-        return _plans(self, device, assumed_device())
+        return _plan(self.forward, device), _plan(self.dgrad, device), _plan(self.wgrad, device)
 
     def __str__(self) -> str:
         rows = [("GEMM", "first operand", "second operand", "accumulation")]
@@ -111,26 +111,31 @@ class Recipe:
         return "\n".join([f"Recipe {self.name} (weight for dgrad: {self.weight_for_dgrad})", *lines])
 
 
-def _plans(
-    recipe: Recipe, device: torch.device, assumed: str | None
-) -> tuple[Plan | None, Plan | None, Plan | None]:
-    return _plan(recipe.forward, device), _plan(recipe.dgrad, device), _plan(recipe.wgrad, device)
-
-
-# torch.compile runs it while tracing and takes the answer as a constant of the graph; ``assumed``, which the caller read, is
-# what the graph is guarded on. (torch.compiler.assume_constant_result does this too, but imports torch._dynamo: 2 s.)
-_plans._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _plan(gemm: Gemm | None, device: torch.device) -> Plan | None:
     if gemm is None:
         return None
-    a, b = (format_for(device, cast.kind).dtype for cast in (gemm.a, gemm.b))
-    scale_a, scale_b = (
-        E8M0.dtype if cast.scale_mode.startswith("e8m0") else torch.float32 for cast in (gemm.a, gemm.b)
+    a, b = gemm.a, gemm.b
+    return _resolve((a.kind, a.block, a.scale_mode), (b.kind, b.block, b.scale_mode), device, assumed_device())
+
+
+def _resolve(
+    a: tuple[Any, Block, str], b: tuple[Any, Block, str], device: torch.device, assumed: str | None
+) -> Plan:
+    (dtype_a, dtype_b), (scale_a, scale_b) = zip(
+        *(
+            (format_for(device, kind).dtype, E8M0.dtype if mode.startswith("e8m0") else torch.float32)
+            for kind, _, mode in (a, b)
+        ),
+        strict=True,
     )
-    impl = select(device, Operand(a, gemm.a.block, scale_a), Operand(b, gemm.b.block[::-1], scale_b))
-    return Plan(a, b, impl)
+    impl = select(device, Operand(dtype_a, a[1], scale_a), Operand(dtype_b, b[1][::-1], scale_b))
+    return Plan(dtype_a, dtype_b, impl)
+
+
+# torch.compile runs it while tracing and takes the answer as a constant of the graph (hence the plain arguments); what it
+# guards on is ``assumed``, which the caller read. torch.compiler.assume_constant_result does this too, but imports
+# torch._dynamo (2 s).
+_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _TENSOR = Cast("e4m3", (FULL, FULL))

@@ -103,6 +103,8 @@ def _cublas_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | Non
         return "cuBLASLt does not multiply e5m2 by e5m2"
     if mode == "rowwise" and profile.arch != "sm_90" and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3"):
         return f"the rowwise kernel of {profile.arch} takes e4m3 times e4m3 only"
+    if mode == "blockwise" and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3"):
+        return "torch's scaled_mm takes blocks of e4m3 times e4m3 only"
     if mode == "mx" and profile.vendor == "amd":
         return "hipBLASLt's layout of MX scales depends on the ROCm version and was not run here"
     return None
@@ -218,7 +220,9 @@ def _native_scale(scale_RK: Tensor, x_RK: Tensor, block: Block, mode: str | None
         return F.ScalingType.RowWise, _pad_scale(scale.expand(-1 if block[0] == 1 else rows, 1), rows, 1).contiguous()
     if block[0] == 1:  # [rows, K / 128], rows-major
         padded = _pad_scale(scale, rows, num_blocks(k, 128))
-        return F.ScalingType.BlockWise1x128, padded.t().contiguous().t()
+        # Explicit strides: contiguous() leaves those of a dimension of length 1 as they are, and torch 2.11 checks them.
+        major = padded.new_empty_strided(padded.shape, (1, rows)).copy_(padded)
+        return F.ScalingType.BlockWise1x128, major
     # [ceil(K / 128) rounded up to 4, rows / 128], K-major
     k_blocks = num_blocks(k, 128)
     padded = _pad_scale(scale, num_blocks(rows, 128), k_blocks + -k_blocks % 4)
