@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Flavour, Float8Format
+from .formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Flavour, Float8Format
 
 Vendor = Literal["nvidia", "amd", "cpu", "unknown"]
 Op = Literal["convert", "mm_tensorwise", "mm_rowwise", "mm_blockwise", "mm_mx", "grouped"]
@@ -158,19 +158,16 @@ def _missing_software(row: DeviceProfile) -> Iterator[tuple[Op, str]]:
     """What the architecture can do and this build of torch cannot."""
     cuda = torch.version.cuda
     if row.arch == "sm_90" and _version(cuda) < (12, 9):
-        reason = f"torch was built with CUDA {cuda}; 1x128 and 128x128 blocks need CUDA 12.9."
-        yield "mm_blockwise", reason
+        yield "mm_blockwise", f"torch was built with CUDA {cuda}; 128-wide blocks need CUDA 12.9."
     if row.arch in ("sm_100", "sm_103", "sm_120") and _version(cuda) < (12, 8):
         yield "mm_mx", f"torch was built with CUDA {cuda}; MX blocks need CUDA 12.8."
     if row.arch == "sm_89" and _version(torch.__version__) < (2, 12):
         # pytorch/pytorch#177651: kernels out of order, or a hang, when another stream is current.
-        reason = (
-            f"torch {torch.__version__} launches it on the default stream, whichever is current"
-        )
-        yield "mm_rowwise", f"{reason}; torch 2.12 repairs that."
+        reason = "torch before 2.12 launches it on the default stream, whichever is current."
+        yield "mm_rowwise", reason
     if row.arch == "gfx950" and _version(torch.version.hip) < (7, 0):
         yield "mm_mx", f"torch was built with ROCm {torch.version.hip}; MX blocks need ROCm 7.0."
-    if row.vendor == "amd" and not re.search("USE_(MSLK|FBGEMM_GENAI)", torch.__config__.show()):
+    if row.vendor == "amd" and not re.search("-DUSE_(MSLK|FBGEMM_GENAI)", torch.__config__.show()):
         yield "grouped", "torch was built without MSLK, which has its grouped matmul on ROCm."
 
 
@@ -189,12 +186,16 @@ def _profile(arch: str, product: str) -> DeviceProfile:
 
 
 _seen = SimpleNamespace(cpu=_TABLE["cpu"])  # profiles by the keys that _probe returns
+_keys: dict[tuple[object, torch.device], str] = {}  # asking CUDA takes 10 us: once a device
 
 
 def _probe(device: torch.device) -> str:
     """Ask the device. Capability is not enough: gfx90a, without FP8, says 9.0 as an H100 does."""
     if device.type == "cpu":
         return "cpu"
+    asked = (torch.cuda.get_device_properties, device)  # whom, too: a test may put a fake there
+    if asked in _keys:
+        return _keys[asked]
     arch, product = "unknown", f"type {device.type!r}"
     if device.type == "cuda":
         product = f"{device}, which is not visible"
@@ -208,6 +209,8 @@ def _probe(device: torch.device) -> str:
         unknown = product if arch == "unknown" else f"{product}, {arch}"
         known = _profile(arch, product) if arch in _TABLE else None
         setattr(_seen, key, known or _emulated(arch, "unknown", f"Unknown device: {unknown}."))
+    if arch != "unknown" and device.index is not None:  # "cuda" alone is the current device
+        _keys[asked] = key
     return key
 
 
