@@ -177,13 +177,11 @@ def pip_install(requirements: list[str], constraint_text: str, patient: bool) ->
         return pip("install", *options, "--constraint", str(file), *requirements)
 
 
-def can_import(name: str) -> bool:
-    return not subprocess.run(
-        [str(VENV_PYTHON), "-c", f"import {name}"],
-        cwd=VENV,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ).returncode
+def import_error(name: str) -> str:
+    """The last line of what went wrong when .venv imports a module; "" when it could."""
+    command = [str(VENV_PYTHON), "-c", f"import {name}"]
+    done = subprocess.run(command, cwd=VENV, text=True, capture_output=True)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 
 def install(goal: str, pinned: bool) -> list[str]:
@@ -210,15 +208,14 @@ def install(goal: str, pinned: bool) -> list[str]:
             print(error, file=sys.stderr)
             break
 
-    broken = sorted(name for name in needed if not can_import(name))
+    errors = [error for error in map(import_error, sorted(needed)) if error]
     now = installed_packages()
     lacking = [name_of(r) for r in wanted if not is_met(r, now)]
-    if broken or (pinned and lacking):
-        names = ", ".join(broken or lacking)
+    if errors or (pinned and lacking):
+        why = "; ".join(errors) or f"without {', '.join(lacking)}"
         sys.exit(
-            f"setup: `{goal}` needs {names}, which {VENV_PYTHON} cannot import and pip could not "
-            "install. Install it for that Python, or call make with another one: "
-            "make PYTHON=/path/to/python3 ..."
+            f"setup: .venv is not fit for `{goal}` ({why}) and pip could not help. Install what is "
+            "missing for the Python that make uses, or name another: make PYTHON=/path/to/python3"
         )
     return lacking
 

@@ -23,7 +23,7 @@ LAYERS = [
     ["devices"],
     ["scaling"],
     ["kernels.*", "dispatch.table"],
-    ["tensor"],
+    ["tensor", "ops"],
     ["dispatch.*"],
     ["recipe"],
     ["linear", "grouped", "mlp", "weight"],
@@ -247,6 +247,30 @@ def test_torchao_is_imported_by_its_integration_alone() -> None:
         and not (found.lazy and found.importer in ("testing", "__main__"))
     ]
     assert not bad, complaints(bad)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+def test_a_test_file_loads_without_optional_packages(path: Path) -> None:
+    """So that a machine without them skips what needs them and runs the rest."""
+    optional = {
+        "hypothesis",
+        "matplotlib",
+        "numpy",
+        "rich",
+        "tensorboard",
+        "torchao",
+        "tqdm",
+        "triton",
+    }
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
+            found = optional & {name.partition(".")[0] for name in names}
+            assert not found, f"line {node.lineno}: use pytest.importorskip for {found}"
 
 
 def test_core_can_be_read_in_an_afternoon() -> None:
