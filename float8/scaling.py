@@ -77,10 +77,11 @@ def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int,
 
 def scale_layout(scale: Tensor, block: Block) -> Tensor:
     """The memory layout that GEMMs want: outer-dimension-major for blocks along the last dimension of one row
-    (cuBLASLt's 1x128 mode), else contiguous. Same values, same shape."""
+    (cuBLASLt's 1x128 mode), else contiguous. Same values, same shape; a copy."""
+    # clone, since contiguous() keeps whatever stride a dimension of length 1 came with.
     if len(block) >= 2 and block[-2] == 1 and block[-1] not in (1, FULL):
-        return scale.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return scale.contiguous()
+        return scale.mT.clone(memory_format=torch.contiguous_format).mT
+    return scale.clone(memory_format=torch.contiguous_format)
 
 
 def broadcast_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Block) -> Tensor:

@@ -12,13 +12,19 @@ from ..formats import E8M0, format_of
 from ..scaling import (
     Block,
     block_amax,
+    block_name,
     broadcast_scale,
+    check_block,
+    check_scale_mode,
     decode_scale,
     encode_e8m0,
     scale_from_amax,
     scale_layout,
     scale_shape,
 )
+
+_HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+_LOWEST_GIVEN_SCALE = 2.0**-127  # the lowest of E8M0; below 2^-128 the reciprocal is infinite
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define("quantize(Tensor x, int[] block, ScalarType dtype, str scale_mode) -> (Tensor, Tensor)")
@@ -39,7 +45,12 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tu
         data: ``dtype``, shape of ``x``, contiguous.
         scale: float32 (E8M0 for the ``e8m0_*`` modes), ``scale_shape(x.shape, block)``, in ``scale_layout``. A block
             that is all zero has data +0 and the smallest scale; one that holds NaN or Inf has data +0 and scale NaN.
+
+    Raises:
+        ValueError: an argument is none of these.
     """
+    check_cast(x, block, dtype)
+    check_scale_mode(scale_mode)
     scale, live = scale_from_amax(block_amax(x, block), format_of(dtype), scale_mode)
     data = _cast(x, scale, live, block, dtype)
     return data, scale_layout(encode_e8m0(scale) if scale_mode.startswith("e8m0") else scale, block)
@@ -53,12 +64,17 @@ def quantize_static(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) 
 
     Returns:
         (data, scale) as ``quantize`` does; the scale is the given one, but NaN for a block that holds NaN or Inf or
-        whose given scale is not a positive finite number.
+        whose given scale is not a finite number of at least 2^-127 (data +0 in both cases).
+
+    Raises:
+        ValueError: an argument is none of these.
     """
+    check_cast(x, block, dtype)
+    _check_scale(scale, x, block)
     given = decode_scale(scale)
-    finite = block_amax(x, block).isfinite() & given.isfinite() & (given > 0)
-    data = _cast(x, given, finite, block, dtype)
-    used = torch.where(finite, given, torch.full_like(given, float("nan")))
+    live = block_amax(x, block).isfinite() & given.isfinite() & (given >= _LOWEST_GIVEN_SCALE)
+    data = _cast(x, given, live, block, dtype)
+    used = torch.where(live, given, torch.full_like(given, float("nan")))
     return data, scale_layout(encode_e8m0(used) if scale.dtype == E8M0.dtype else used, block)
 
 
@@ -68,26 +84,69 @@ def _cast(x: Tensor, scale: Tensor, live: Tensor, block: Block, dtype: torch.dty
     scaled = x.to(torch.float32) * broadcast_scale(inverse, x.shape, block)
     # The clamp is explicit: what an unclamped cast does beyond the maximum differs between formats and torch versions.
     data = torch.where(broadcast_scale(live, x.shape, block), scaled.clamp(-fmt.max, fmt.max), 0.0)
-    return data.to(dtype).contiguous()
+    return data.to(dtype, memory_format=torch.contiguous_format)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """``data * scale`` per block, multiplied in float32 and rounded once to ``dtype``; contiguous."""
+    """``data * scale`` per block, multiplied in float32 and rounded once to ``dtype``; contiguous.
+
+    A finite value can come back as Inf: under a power-of-two scale, one that is nearer than half an FP8 step to the
+    largest number of ``dtype`` rounds up past it.
+
+    Raises:
+        ValueError: ``data`` is not FP8, or ``scale``, ``block`` or ``dtype`` does not fit.
+    """
+    _check_dequantize(data, block, dtype)
+    _check_scale(scale, data, block)
     values = data.to(torch.float32) * broadcast_scale(decode_scale(scale), data.shape, block)
     return values.to(dtype).contiguous()
 
 
+def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
+    """Raise ValueError for what neither cast takes; implementations and fake kernels all ask this."""
+    if x.dtype not in _HIGH_PRECISION:
+        raise ValueError(f"x is {x.dtype}; a cast takes {_names(_HIGH_PRECISION)}, so convert it first")
+    check_block(x.shape, block)
+    if format_of(dtype) is E8M0:
+        raise ValueError(f"dtype={dtype} is a format for scales only; use an e4m3 or e5m2 dtype")
+
+
+def _check_dequantize(data: Tensor, block: Block, dtype: torch.dtype) -> None:
+    if format_of(data.dtype) is E8M0:
+        raise ValueError(f"data is {data.dtype}, a format for scales only; data has an e4m3 or e5m2 dtype")
+    check_block(data.shape, block)
+    if dtype not in _HIGH_PRECISION:
+        raise ValueError(f"dtype={dtype} must be one of {_names(_HIGH_PRECISION)}")
+
+
+def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
+    needed = scale_shape(x.shape, block)
+    if scale.dtype not in (torch.float32, E8M0.dtype) or tuple(scale.shape) != needed:
+        raise ValueError(
+            f"scale is {scale.dtype} of shape {tuple(scale.shape)}; data of shape {tuple(x.shape)} in blocks "
+            f"{block_name(block)} needs torch.float32 or {E8M0.dtype} of shape {needed}, one entry per block"
+        )
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
 def _fake_quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
+    check_cast(x, block, dtype)
+    check_scale_mode(scale_mode)
     data = x.new_empty(x.shape, dtype=dtype)
     scale_dtype = E8M0.dtype if scale_mode.startswith("e8m0") else torch.float32
     return data, scale_layout(x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype), block)
 
 
 def _fake_quantize_static(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    check_cast(x, block, dtype)
     return x.new_empty(x.shape, dtype=dtype), scale_layout(torch.empty_like(scale), block)
 
 
 def _fake_dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    _check_dequantize(data, block, dtype)
     return data.new_empty(data.shape, dtype=dtype)
 
 
