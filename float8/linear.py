@@ -109,12 +109,14 @@ class _Linear(torch.autograd.Function):
 
 
 class CachedWeight(NamedTuple):
-    """A weight's FP8 copies for forward [N, K] and dgrad [K, N] (None where that GEMM is in high precision), and the
-    version of the weight they were made from."""
+    """A weight's FP8 copies for forward [N, K] and dgrad [K, N] (None where that GEMM is in high precision), and what
+    they were made of."""
 
     w_NK: Float8TrainingTensor | None
     w_KN: Float8TrainingTensor | None
+    weight: Tensor
     version: int
+    recipe: Recipe
 
     @staticmethod
     @torch.no_grad()
@@ -122,7 +124,16 @@ class CachedWeight(NamedTuple):
         forward, dgrad, _ = recipe.plan(weight.device)
         w_NK = recipe.forward and forward and _cast(weight, recipe.forward.b, forward.b, weight.dtype)
         w_KN = recipe.dgrad and dgrad and _cast(weight.t(), recipe.dgrad.b, dgrad.b, weight.dtype)
-        return CachedWeight(w_NK, w_KN, weight._version)
+        return CachedWeight(w_NK, w_KN, weight, weight._version, recipe)
+
+    def check(self, weight: Tensor, recipe: Recipe) -> None:
+        """Raise RuntimeError unless the copies are of this weight as it is now, made for this recipe."""
+        if weight is self.weight and weight._version == self.version and recipe == self.recipe:
+            return
+        raise RuntimeError(
+            f"the weight (shape {tuple(weight.shape)}) or the recipe of a layer changed inside float8.cached_weights, whose "
+            "FP8 copies are of the old one; leave the block before the optimiser's step, loading, .to() or a new recipe"
+        )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe = ROWWISE) -> Tensor:
@@ -209,6 +220,8 @@ class Float8Linear(nn.Linear):
         plans = self.recipe.plan(input.device)
         forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
         self.last_run = (forward, dgrad, wgrad)
+        if self.cached is not None and not torch.compiler.is_compiling():
+            self.cached.check(self.weight, self.recipe)
         return _linear(input, self.weight, self.bias, self.recipe, plans, self.cached)
 
     def extra_repr(self) -> str:
