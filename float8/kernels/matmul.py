@@ -11,13 +11,13 @@ the dequantised operands in float32 on any device and is the reference.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..devices import DeviceProfile, device_profile
+from ..devices import DeviceProfile, Op, device_profile
 from ..formats import E8M0, format_of
 from ..scaling import FULL, Block, block_name, decode_scale, num_blocks
 from .quantize import dequantize
@@ -71,7 +71,8 @@ def select(device: torch.device, a: Operand, b: Operand, impl: str | None = None
     if impl not in refusals:
         raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(refusals)}, or None for the fastest")
     if refusals[impl] is not None:
-        raise ValueError(f"impl={impl!r} cannot multiply these operands: {refusals[impl]}; choose another, or None")
+        reason = str(refusals[impl]).rstrip(".")
+        raise ValueError(f"impl={impl!r} cannot multiply these operands: {reason}; choose another, or None")
     return impl
 
 
@@ -95,19 +96,25 @@ def _cublas_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | Non
             f"torch's scaled_mm has no mode for blocks {block_name(a.block)} times {block_name(b.block)} with scales "
             f"{a.scale_dtype} and {b.scale_dtype}"
         )
-    if (reason := profile.refusal(f"mm_{mode}")) is not None:
+    if (reason := profile.refusal(cast(Op, f"mm_{mode}"))) is not None:
         return reason
     if fmt_a.flavour != profile.flavour:
         return f"{profile.arch} multiplies {profile.flavour} formats, these are {fmt_a} and {fmt_b}"
     if profile.vendor == "nvidia" and fmt_a.kind == fmt_b.kind == "e5m2":
         return "cuBLASLt does not multiply e5m2 by e5m2"
-    if mode == "rowwise" and profile.arch != "sm_90" and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3"):
+    if mode == "rowwise" and not _cublaslt_scales_rows(profile) and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3"):
         return f"the rowwise kernel of {profile.arch} takes e4m3 times e4m3 only"
     if mode == "blockwise" and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3"):
         return "torch's scaled_mm takes blocks of e4m3 times e4m3 only"
     if mode == "mx" and profile.vendor == "amd":
         return "hipBLASLt's layout of MX scales depends on the ROCm version and was not run here"
     return None
+
+
+def _cublaslt_scales_rows(profile: DeviceProfile) -> bool:
+    """Whether row scales run in cuBLASLt, which takes every format and writes every dtype: it learned them together with
+    128-wide blocks, in 12.9 and for sm_90. Elsewhere CUTLASS or hipBLASLt runs: e4m3 times e4m3, written as bf16."""
+    return profile.refusal("mm_blockwise") is None
 
 
 def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
@@ -179,9 +186,8 @@ def _scaled_mm_cublas(
     recipe_a, scale_a = _native_scale(scale_a, a_MK, block_a, mode)
     recipe_b, scale_b_NK = _native_scale(scale_b.t(), b_NK, (block_b[1], block_b[0]), mode)
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if mode == "mx" else F.SwizzleType.NO_SWIZZLE
-    # hipBLASLt's rowwise mode writes bf16 only: take unscaled float32 sums and scale them here.
-    unscaled = mode == "rowwise" and out_dtype != torch.bfloat16 and torch.version.hip is not None
-    if unscaled:
+    if mode == "rowwise" and out_dtype != torch.bfloat16 and not _cublaslt_scales_rows(device_profile(a.device)):
+        # Take unscaled float32 sums and scale them here.
         one = torch.ones((), dtype=torch.float32, device=a.device)
         acc = F.scaled_mm(
             a_MK, b_NK.t(), one, F.ScalingType.TensorWise, one, F.ScalingType.TensorWise,
@@ -217,21 +223,28 @@ def _native_scale(scale_RK: Tensor, x_RK: Tensor, block: Block, mode: str | None
         return F.ScalingType.BlockWise1x32, swizzle_mx_scale(_pad_scale(scale_RK, rows, num_blocks(k, 32)))
     scale = decode_scale(scale_RK)
     if mode == "rowwise":
-        return F.ScalingType.RowWise, _pad_scale(scale.expand(-1 if block[0] == 1 else rows, 1), rows, 1).contiguous()
+        return F.ScalingType.RowWise, _packed(_pad_scale(scale.expand(-1 if block[0] == 1 else rows, 1), rows, 1))
     if block[0] == 1:  # [rows, K / 128], rows-major
         padded = _pad_scale(scale, rows, num_blocks(k, 128))
-        # Explicit strides: contiguous() leaves those of a dimension of length 1 as they are, and torch 2.11 checks them.
-        major = padded.new_empty_strided(padded.shape, (1, rows)).copy_(padded)
-        return F.ScalingType.BlockWise1x128, major
+        return F.ScalingType.BlockWise1x128, _packed(padded.t()).t()
     # [ceil(K / 128) rounded up to 4, rows / 128], K-major
     k_blocks = num_blocks(k, 128)
     padded = _pad_scale(scale, num_blocks(rows, 128), k_blocks + -k_blocks % 4)
-    return F.ScalingType.BlockWise128x128, padded.contiguous().t()
+    return F.ScalingType.BlockWise128x128, _packed(padded).t()
+
+
+def _packed(scale: Tensor) -> Tensor:
+    """Row-major without gaps and aligned, strides of dimensions of length 1 included: torch checks them, and contiguous()
+    leaves them as they are."""
+    packed = scale.stride() == (scale.shape[1], 1) and scale.data_ptr() % 16 == 0
+    return scale if packed else scale.clone(memory_format=torch.contiguous_format)
 
 
 def _pad_scale(scale: Tensor, rows: int, columns: int) -> Tensor:
     """Pad with ones: padding data is zero, and 0 * 1 stays 0."""
     pad = (0, columns - scale.shape[1], 0, rows - scale.shape[0])
+    if not any(pad):
+        return scale
     if scale.dtype == E8M0.dtype:
         return F.pad(scale.view(torch.uint8), pad, value=127).view(E8M0.dtype)
     return F.pad(scale, pad, value=1.0)
