@@ -1,0 +1,745 @@
+"""The scaled matrix product: the reference against float64, the choice of an implementation, and
+what is handed to torch's own kernels, which this machine need not have.
+
+Shape letters: M rows of a, N columns of b, K the contraction.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import float8
+from float8 import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FULL, RECIPES, Float8Format
+from float8.devices import DeviceProfile, describe
+from float8.kernels import matmul
+from float8.kernels.matmul import Operand, contraction_error, native_mode, select
+from float8.scaling import Block, scale_shape
+from float8.testing import assert_same_bytes, deterministic, needs, relative_error
+
+scaled_mm = float8.ops.scaled_mm
+
+DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
+Blocks = tuple[Block, Block, str]  # of a [M, K], of b [K, N], and the mode of their scales
+NATIVE: dict[str, Blocks] = {
+    "tensor x tensor": ((FULL, FULL), (FULL, FULL), "fp32"),
+    "row x row": ((1, FULL), (FULL, 1), "fp32"),
+    "row x tensor": ((1, FULL), (FULL, FULL), "fp32"),
+    "tensor x row": ((FULL, FULL), (FULL, 1), "pow2"),
+    "1x128 x 128x128": ((1, 128), (128, 128), "fp32"),
+    "128x128 x 1x128": ((128, 128), (128, 1), "fp32"),
+    "1x128 x 1x128": ((1, 128), (128, 1), "pow2"),
+    "mx": ((1, 32), (32, 1), "e8m0_rceil"),
+}
+ODD: dict[str, Blocks] = {
+    "1x7 x 1x7": ((1, 7), (7, 1), "fp32"),
+    "3x5 x 2x5": ((3, 5), (5, 2), "fp32"),
+    "rows of 16 x tensor": ((16, FULL), (FULL, FULL), "pow2"),
+    "1x32, float32 scales": ((1, 32), (32, 1), "fp32"),
+    "2x64 x 16x64, E8M0": ((2, 64), (64, 16), "e8m0_ceil"),
+}
+FN, FNUZ = (E4M3FN, E5M2), (E4M3FNUZ, E5M2FNUZ)
+PAIRS = [(a, b) for flavour in (FN, FNUZ) for a in flavour for b in flavour]
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Matrix = tuple[Tensor, Tensor, Block]  # data, scale, block
+
+
+def values(data: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """An operand in float64, without the package: element i has the scale of block i // size."""
+    if scale.dtype == E8M0.dtype:
+        code = scale.view(torch.uint8).double()
+        scale = torch.where(code == 255, torch.nan, torch.exp2(code - 127))
+    scale = scale.double()
+    for dim, (n, b) in enumerate(zip(data.shape, block, strict=True)):
+        index = torch.arange(n, device=data.device)
+        scale = scale.index_select(dim, torch.zeros_like(index) if b == FULL else index // b)
+    return data.double() * scale
+
+
+def operand(
+    shape: tuple[int, int], block: Block, fmt: Float8Format, mode: str, device: str = "cpu"
+) -> Matrix:
+    """Random data and scales over three decades, so that a scale in a wrong place shows."""
+    data = (torch.randn(shape, device=device) * fmt.max / 8).clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    exponent = torch.randint(-8, 3, scale_shape(shape, block), device=device) - fmt.max_exponent
+    if mode.startswith("e8m0"):
+        return data, (exponent + 127).to(torch.uint8).view(E8M0.dtype), block
+    fraction = torch.rand(exponent.shape, device=device) if mode == "fp32" else 0.0
+    return data, torch.exp2(exponent + fraction), block
+
+
+def operands(
+    m: int,
+    k: int,
+    n: int,
+    blocks: Blocks,
+    formats: tuple[Float8Format, Float8Format],
+    device: str = "cpu",
+) -> tuple[Matrix, Matrix]:
+    block_a, block_b, mode = blocks
+    return operand((m, k), block_a, formats[0], mode, device), operand(
+        (k, n), block_b, formats[1], mode, device
+    )
+
+
+def multiply(
+    a: Matrix, b: Matrix, out_dtype: torch.dtype, impl: str = "torch", fast_accum: bool = False
+) -> Tensor:
+    out = scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, fast_accum, impl)
+    assert out.dtype == out_dtype
+    assert out.shape == (a[0].shape[0], b[0].shape[1])
+    assert out.is_contiguous()
+    return out
+
+
+def assert_product(out: Tensor, a: Matrix, b: Matrix) -> None:
+    """Every element within the rounding errors of float32 sums and of the output's dtype."""
+    a_MK, b_KN = values(*a), values(*b)
+    truth, magnitude = a_MK @ b_KN, a_MK.abs() @ b_KN.abs()
+    info = torch.finfo(out.dtype)
+    bound = (
+        (a_MK.shape[1] + 4) * 2.0**-24 * magnitude
+        + info.eps / 2 * truth.abs()
+        + info.smallest_normal * info.eps
+    )
+    assert torch.all((out.double() - truth).abs() <= bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("blocks", [*NATIVE.values(), *ODD.values()], ids=[*NATIVE, *ODD])
+def test_the_reference_is_the_product_of_the_scaled_operands(blocks: Blocks, device: str) -> None:
+    for pair in PAIRS:
+        for out_dtype in OUT_DTYPES:
+            a, b = operands(33, 129, 17, blocks, pair, device)
+            assert_product(multiply(a, b, out_dtype), a, b)
+    for m, k, n in ((1, 1, 1), (1, 300, 1), (130, 2, 131), (128, 256, 128)):
+        a, b = operands(m, k, n, blocks, FN, device)
+        assert_product(multiply(a, b, torch.float32), a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("impl", ["torch", "cublas"])
+@pytest.mark.parametrize("blocks", [*NATIVE.values(), *ODD.values()], ids=[*NATIVE, *ODD])
+def test_empty_matrices(blocks: Blocks, impl: str, device: str) -> None:
+    with deterministic():  # memory that nobody wrote would be NaN
+        for m, k, n in ((5, 0, 3), (0, 32, 3), (5, 32, 0), (0, 0, 0)):
+            a, b = operands(m, k, n, blocks, FN, device)
+            assert torch.equal(
+                multiply(a, b, torch.bfloat16, impl),
+                torch.zeros(m, n, dtype=torch.bfloat16, device=device),
+            )
+
+
+def test_a_nan_scale_surfaces_in_its_rows_or_columns_and_nowhere_else() -> None:
+    for blocks in (*NATIVE.values(), *ODD.values()):
+        a, b = operands(6, 260, 140, blocks, FN)
+        clean = multiply(a, b, torch.float32)
+        for matrix, dim in ((a, 0), (b, 1)):
+            data, scale, block = matrix
+            poisoned = scale.clone()
+            block_index = scale.shape[dim] - 1
+            at = (block_index, 0) if dim == 0 else (0, block_index)
+            if scale.dtype == E8M0.dtype:
+                poisoned.view(torch.uint8)[at] = 255
+            else:
+                poisoned[at] = torch.nan
+            pair = ((data, poisoned, block), b) if dim == 0 else (a, (data, poisoned, block))
+            out = multiply(*pair, torch.float32)
+            n, size = data.shape[dim], block[dim]
+            hit = torch.zeros(n, dtype=torch.bool)
+            hit[0 if size == FULL else block_index * size :] = True
+            hit = hit[:, None] if dim == 0 else hit[None, :]
+            assert torch.equal(out.isnan(), hit.expand_as(out)), blocks
+            assert_same_bytes(torch.where(hit, 0.0, out), torch.where(hit, 0.0, clean))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_tiny_scales_do_not_underflow_before_they_meet_the_sum(device: str) -> None:
+    # 2^-80 * 2^-80 is 0 in float32, but the sum, 2^-160 * 448^2 * 512, is not.
+    data = torch.full((16, 512), 448.0, device=device).to(E4M3FN.dtype)
+    for blocks in (NATIVE["tensor x tensor"], NATIVE["row x row"]):
+        a = (
+            data,
+            torch.full(scale_shape(data.shape, blocks[0]), 2.0**-80, device=device),
+            blocks[0],
+        )
+        b = (
+            data.t(),
+            torch.full(scale_shape(data.t().shape, blocks[1]), 2.0**-80, device=device),
+            blocks[1],
+        )
+        out = multiply(a, b, torch.float32)
+        assert torch.all(out == 448.0**2 * 512 * 2.0**-160)
+
+
+@pytest.mark.parametrize("blocks", [*NATIVE.values(), *ODD.values()], ids=[*NATIVE, *ODD])
+def test_strides_and_offsets_do_not_change_the_product(blocks: Blocks) -> None:
+    a, b = operands(34, 144, 20, blocks, FN)
+    expected = multiply(a, b, torch.bfloat16)
+    for rewrite in REWRITES.values():
+        for rewrite_scale in (lambda t: t, *REWRITES.values()):
+            rewritten = [
+                (rewrite(data), rewrite_scale(scale), block) for data, scale, block in (a, b)
+            ]
+            assert_same_bytes(multiply(*rewritten, torch.bfloat16), expected)
+
+
+def _wide(t: Tensor) -> Tensor:
+    """The same values as columns 5.. of a wider matrix, whose other values are NaN."""
+    wide = torch.full((t.shape[0], t.shape[1] + 16), 0xFF, dtype=torch.uint8)
+    wide = (
+        wide.view(t.dtype)
+        if t.element_size() == 1
+        else torch.full(wide.shape, torch.nan, dtype=t.dtype)
+    )
+    wide[:, 5 : 5 + t.shape[1]] = t
+    return wide[:, 5 : 5 + t.shape[1]]
+
+
+def _offset(t: Tensor) -> Tensor:
+    """The same values, contiguous, one element after the start of an allocation."""
+    buffer = torch.empty(t.numel() + 1, dtype=t.dtype)
+    buffer[1:] = t.reshape(-1)
+    return buffer[1:].view(t.shape)
+
+
+REWRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "column-major": lambda t: t.t().contiguous().t(),
+    "slice of a wider matrix": _wide,
+    "slice of a taller one, transposed": lambda t: _wide(t.t().contiguous()).t(),
+    "offset": _offset,
+}
+
+
+def test_a_row_that_is_repeated_by_stride_zero() -> None:
+    row, b = operands(1, 48, 5, NATIVE["row x row"], FN)
+    data, scale, block = row
+    out = multiply((data.expand(7, 48), scale.expand(7, 1), block), b, torch.float32)
+    assert_same_bytes(out, multiply(row, b, torch.float32).expand(7, 5).contiguous())
+
+
+def test_the_reference_keeps_out_of_autocast() -> None:
+    a, b = operands(16, 64, 16, NATIVE["row x row"], FN)
+    expected = multiply(a, b, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bytes(multiply(a, b, torch.float32), expected)
+
+
+def test_the_op_is_registered_as_torch_wants_it() -> None:
+    for blocks in (NATIVE["row x row"], NATIVE["mx"], ODD["3x5 x 2x5"]):
+        a, b = operands(5, 40, 3, blocks, FN)
+        args = (a[0], b[0], a[1], b[1], list(a[2]), list(b[2]), torch.bfloat16, False, "torch")
+        before = [t.clone() for t in args[:4]]
+        # test_schema compares the inputs by arithmetic that torch does not have on FP8.
+        checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(torch.ops.float8.scaled_mm.default, args, test_utils=checks)
+        for t, old in zip(args[:4], before, strict=True):
+            assert_same_bytes(t, old)
+
+
+# ---- which implementation ----------------------------------------------------------------------
+
+
+def wrapped(*lines: str) -> str:
+    """Messages as this file pins them: no line is too long to read."""
+    return "\n".join(
+        textwrap.fill(line, 92, subsequent_indent="    ", break_on_hyphens=False) for line in lines
+    )
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let every device be the named architecture, with all that it runs natively."""
+
+    def pretend(arch: str) -> None:
+        profile = (
+            describe(arch) if arch != "unknown" else float8.device_profile(torch.device("meta"))
+        )
+        monkeypatch.setattr(matmul, "device_profile", lambda device: profile)
+
+    return pretend
+
+
+def pair(
+    blocks: Blocks, kinds: tuple[str, str] = ("e4m3", "e4m3"), flavour: str = "fn"
+) -> tuple[Operand, Operand]:
+    """Two operands as ``select`` sees them."""
+    formats = {(f.kind, f.flavour): f.dtype for f in (*FN, *FNUZ)}
+    scale = E8M0.dtype if blocks[2].startswith("e8m0") else torch.float32
+    a, b = (
+        Operand(formats[kind, flavour], block, scale)
+        for kind, block in zip(kinds, blocks, strict=False)
+    )
+    return a, b
+
+
+def test_native_modes() -> None:
+    got = {name: native_mode(*pair(blocks)) for name, blocks in (NATIVE | ODD).items()}
+    assert got == {
+        "tensor x tensor": "tensorwise",
+        "row x row": "rowwise",
+        "row x tensor": "rowwise",
+        "tensor x row": "rowwise",
+        "1x128 x 128x128": "blockwise",
+        "128x128 x 1x128": "blockwise",
+        "1x128 x 1x128": "blockwise",
+        "mx": "mx",
+    } | dict.fromkeys(ODD)
+    assert native_mode(*pair(((128, 128), (128, 128), "fp32"))) is None
+
+
+CPU = torch.device("cpu")
+CHOICES = {
+    "sm_80": "torch torch torch torch torch",
+    "sm_89": "cublas cublas torch torch cublas",
+    "sm_90": "cublas cublas cublas torch cublas",
+    "sm_100": "cublas cublas torch cublas cublas",
+    "sm_120": "cublas cublas torch cublas cublas",
+    "gfx90a": "torch torch torch torch torch",
+    "gfx942": "torch torch torch torch torch",  # of FN operands
+    "gfx950": "cublas cublas torch torch cublas",
+    "cpu": "torch torch torch torch torch",
+    "unknown": "torch torch torch torch torch",
+}
+
+
+@pytest.mark.parametrize("arch", CHOICES)
+def test_what_each_architecture_takes(arch: str, on: Callable[[str], None]) -> None:
+    on(arch)
+    cases = ("tensor x tensor", "row x row", "1x128 x 128x128", "mx", "row x tensor")
+    assert " ".join(select(CPU, *pair(NATIVE[name])) for name in cases) == CHOICES[arch]
+    assert select(CPU, *pair(ODD["3x5 x 2x5"])) == "torch"
+
+
+def test_gfx942_multiplies_fnuz(on: Callable[[str], None]) -> None:
+    on("gfx942")
+    for kinds in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2")):
+        assert select(CPU, *pair(NATIVE["tensor x tensor"], kinds, "fnuz")) == "cublas"
+    assert select(CPU, *pair(NATIVE["row x row"], flavour="fnuz")) == "cublas"
+
+
+def test_every_refusal_gives_its_reason(on: Callable[[str], None]) -> None:
+    expecttest = pytest.importorskip("expecttest")
+    fn, fnuz = "fn", "fnuz"
+    ee, ge = ("e5m2", "e5m2"), ("e5m2", "e4m3")
+    cases = [
+        ("sm_90", pair(ODD["3x5 x 2x5"])),
+        ("sm_90", pair(ODD["1x32, float32 scales"])),
+        ("sm_90", pair(NATIVE["mx"])),
+        ("sm_90", pair(NATIVE["row x row"], flavour=fnuz)),
+        ("sm_90", pair(NATIVE["tensor x tensor"], ee)),
+        ("sm_100", pair(NATIVE["1x128 x 1x128"])),
+        ("sm_100", pair(NATIVE["row x row"], ge)),
+        ("gfx942", pair(NATIVE["tensor x tensor"], flavour=fn)),
+        ("gfx942", pair(NATIVE["mx"], flavour=fnuz)),
+        ("gfx950", pair(NATIVE["mx"])),
+        ("gfx950", pair(NATIVE["row x row"], ge)),
+        ("gfx1201", pair(NATIVE["row x row"])),
+        ("sm_80", pair(NATIVE["tensor x tensor"])),
+        ("cpu", pair(NATIVE["tensor x tensor"])),
+        ("unknown", pair(NATIVE["tensor x tensor"])),
+    ]
+    lines = []
+    for arch, operand_pair in cases:
+        on(arch)
+        assert select(CPU, *operand_pair) == "torch"
+        assert select(CPU, *operand_pair, impl="torch") == "torch"
+        with pytest.raises(
+            ValueError, match="impl='cublas' cannot multiply these operands: "
+        ) as refusal:
+            select(CPU, *operand_pair, impl="cublas")  # a named one never falls back
+        reason = re.fullmatch(
+            "impl='cublas' cannot multiply these operands: (.*); choose another, or None",
+            str(refusal.value),
+        )
+        assert reason is not None
+        lines.append(f"{arch}: {reason[1]}")
+    expecttest.assert_expected_inline(
+        wrapped(*lines),
+        """\
+sm_90: torch's scaled_mm has no mode for blocks (3, 5) times (5, 2) with scales
+    torch.float32 and torch.float32
+sm_90: torch's scaled_mm has no mode for blocks (1, 32) times (32, 1) with scales
+    torch.float32 and torch.float32
+sm_90: torch multiplies MX blocks on sm_100, sm_103, sm_120, gfx950
+sm_90: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz
+sm_90: cuBLASLt does not multiply e5m2 by e5m2
+sm_100: torch multiplies 128-wide blocks on sm_90 only
+sm_100: the rowwise kernel of sm_100 takes e4m3 times e4m3 only
+gfx942: gfx942 multiplies fnuz formats, these are e4m3fn and e4m3fn
+gfx942: gfx942 has FNUZ FP8, and MX is made of OCP formats
+gfx950: hipBLASLt's layout of MX scales depends on the ROCm version and was not run here
+gfx950: the rowwise kernel of gfx950 takes e4m3 times e4m3 only
+gfx1201: hipBLASLt's row scales are untested, and slow, on gfx12
+sm_80: sm_80 has no FP8 instructions; they start with sm_89
+cpu: torch has no fast FP8 on a CPU
+unknown: Unknown device: type 'meta'""",
+    )
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    expecttest = pytest.importorskip("expecttest")
+    with pytest.raises(ValueError, match="unknown") as refusal:
+        select(CPU, *pair(NATIVE["mx"]), impl="cutlass")
+    expecttest.assert_expected_inline(
+        str(refusal.value),
+        """impl='cutlass' is unknown; choose one of cublas, torch, or None for the fastest""",
+    )
+
+
+def test_an_assumed_device_takes_the_reference() -> None:
+    for arch in ("sm_90", "gfx942", "gfx950"):
+        with float8.assume_device(arch):
+            assert select(CPU, *pair(NATIVE["row x row"])) == "torch"
+
+
+def test_contractions_that_no_scale_can_leave() -> None:
+    expecttest = pytest.importorskip("expecttest")
+    for blocks in (*NATIVE.values(), *ODD.values()):
+        assert contraction_error(*pair(blocks), 256) is None
+        assert contraction_error(*pair(blocks), 1) is None
+        assert contraction_error(*pair(blocks), 0) is None
+    # Blocks of different sizes are the same block where the whole contraction fits into both.
+    assert contraction_error(*pair(((1, 128), (FULL, 1), "fp32")), 128) is None
+    assert contraction_error(*pair(((1, 128), (32, 1), "fp32")), 32) is None
+    wrong = [
+        contraction_error(*pair(((1, 128), (FULL, 1), "fp32")), 129),
+        contraction_error(*pair(((FULL, 1), (FULL, 1), "fp32")), 64),
+        contraction_error(*pair(((FULL, 1), (1, FULL), "fp32")), 64),
+    ]
+    a, b = pair(NATIVE["tensor x tensor"])
+    wrong.append(contraction_error(a, b._replace(dtype=E4M3FNUZ.dtype), 64))
+    assert None not in wrong
+    expecttest.assert_expected_inline(
+        wrapped(*map(str, wrong)),
+        """\
+the contraction of length 129 does not lie inside the same scale blocks of both operands:
+    the first has blocks (1, 128) and is contracted over its last dimension, the second
+    (FULL, 1) over its first; quantise both along the contraction, or multiply .dequantize()
+    of one
+the contraction of length 64 does not lie inside the same scale blocks of both operands: the
+    first has blocks (FULL, 1) and is contracted over its last dimension, the second (FULL,
+    1) over its first; quantise both along the contraction, or multiply .dequantize() of one
+the contraction of length 64 does not lie inside the same scale blocks of both operands: the
+    first has blocks (FULL, 1) and is contracted over its last dimension, the second (1,
+    FULL) over its first; quantise both along the contraction, or multiply .dequantize() of
+    one
+e4m3fn times e4m3fnuz mixes the fn and fnuz flavours, whose bytes mean different values;
+    bring one over with float8.convert_format""",
+    )
+
+
+# ---- what torch's scaled_mm is handed ----------------------------------------------------------
+
+
+def swizzled_offset(row: int, block: int, blocks: int) -> int:
+    """Where cuBLASLt's documentation puts the scale of (row, block): tiles of 128 x 4, themselves
+    in row-major order; within one, (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4."""
+    tiles_per_row = -(-blocks // 4)
+    tile = row // 128 * tiles_per_row + block // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (128, 4), (33, 5), (300, 9), (256, 8)])
+def test_mx_scales_stand_where_cublaslt_looks(rows: int, blocks: int) -> None:
+    codes = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)
+    swizzled = matmul.swizzle_mx_scale(codes.view(E8M0.dtype))
+    assert swizzled.dtype == E8M0.dtype
+    assert swizzled.is_contiguous()
+    assert swizzled.numel() == -(-rows // 128) * 128 * -(-blocks // 4) * 4
+    expected = torch.full((swizzled.numel(),), 127, dtype=torch.uint8)  # padding is 2^0
+    for r in range(rows):
+        for c in range(blocks):
+            expected[swizzled_offset(r, c, blocks)] = codes[r, c]
+    assert torch.equal(swizzled.view(torch.uint8), expected)
+
+
+class Scaled:
+    """Stands in for torch.nn.functional.scaled_mm on a GPU: checks what it was handed as
+    ScaledBlas.cpp and torch's shape rules do, and multiplies in float64 by reading the scales from
+    where the documentation says they are."""
+
+    def __init__(self, row_dtypes: tuple[torch.dtype, ...]) -> None:
+        self.row_dtypes = row_dtypes
+        self.calls: list[str] = []
+        self.real = F.scaled_mm
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        recipe_a: F.ScalingType,
+        scale_b: Tensor,
+        recipe_b: F.ScalingType,
+        **options: Any,
+    ) -> Tensor:
+        (m, k), n = a.shape, b.shape[1]
+        kinds, out_dtype = (recipe_a, recipe_b), options["output_dtype"]
+        fast_accum = options["use_fast_accum"]
+        self.calls.append(f"{recipe_a.name} {recipe_b.name} {out_dtype} {fast_accum=}")
+        for scale in (scale_a, scale_b):
+            assert scale.data_ptr() % (4 if scale.numel() == 1 else 16) == 0
+        for t in (a, b.t()):  # row-major, rows and start on 16 bytes
+            assert t.stride(1) == 1
+            assert t.stride(0) % 16 == t.data_ptr() % 16 == t.shape[1] % 16 == 0
+            assert t.stride(0) >= t.shape[1]
+        assert n % 16 == 0
+        if recipe_a == F.ScalingType.RowWise:
+            assert out_dtype in self.row_dtypes
+        elif recipe_a != F.ScalingType.TensorWise:
+            assert out_dtype in (torch.bfloat16, torch.float32)
+        # torch's own rules count whole tiles of 128 x 128 only, its kernels also part ones.
+        if F.ScalingType.BlockWise128x128 not in kinds or m % 128 == n % 128 == k % 128 == 0:
+            with FakeTensorMode():
+                fakes = [
+                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+                    for t in (a, b, scale_a, scale_b)
+                ]
+                self.real(*fakes[:3], recipe_a, fakes[3], recipe_b, **options)
+        if recipe_b == F.ScalingType.RowWise:
+            scale_b = scale_b.t()
+        a_MK = self.values(a, scale_a, recipe_a, options.get("swizzle_a"))
+        b_NK = self.values(b.t(), scale_b, recipe_b, options.get("swizzle_b"))
+        return (a_MK @ b_NK.t()).to(out_dtype)
+
+    def values(
+        self, x_RK: Tensor, scale: Tensor, recipe: F.ScalingType, swizzle: F.SwizzleType | None
+    ) -> Tensor:
+        rows, k = x_RK.shape
+        kb = -(-k // 128)
+        kind = F.ScalingType
+        assert (swizzle == F.SwizzleType.SWIZZLE_32_4_4) == (recipe == kind.BlockWise1x32)
+        if recipe == kind.TensorWise:
+            assert scale.numel() == 1
+            block, scale_RK = (FULL, FULL), scale.reshape(1, 1)
+        elif recipe == kind.RowWise:
+            assert scale.shape == (rows, 1)
+            assert scale.is_contiguous()
+            block, scale_RK = (1, FULL), scale
+        elif recipe == kind.BlockWise1x128:
+            assert scale.shape == (rows, kb)
+            assert scale.stride(0) == 1
+            assert scale.stride(1) == rows or scale.shape[1] == scale.stride(1) == 1
+            block, scale_RK = (1, 128), scale
+        elif recipe == kind.BlockWise128x128:
+            padded = kb + -kb % 4
+            assert scale.shape == (padded, -(-rows // 128))
+            assert scale.stride(0) == 1
+            assert scale.stride(1) == padded or scale.shape[1] == scale.stride(1) == 1
+            block, scale_RK = (128, 128), scale.t()[:, :kb]
+        else:
+            assert recipe == kind.BlockWise1x32
+            assert rows % 16 == k % 128 == 0  # as torch's own tests shape them
+            assert scale.is_contiguous()
+            blocks = k // 32
+            offsets = [[swizzled_offset(r, c, blocks) for c in range(blocks)] for r in range(rows)]
+            block, scale_RK = (
+                (1, 32),
+                scale.view(torch.uint8)[torch.tensor(offsets)].view(E8M0.dtype),
+            )
+        if recipe != kind.BlockWise1x32:
+            assert scale.dtype == torch.float32
+        return values(x_RK, scale_RK, block)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scaled]:
+    fake = Scaled(OUT_DTYPES)
+    monkeypatch.setattr(F, "scaled_mm", fake)
+    monkeypatch.setattr(matmul, "device_profile", lambda device: describe("sm_90"))
+    yield fake
+
+
+@pytest.mark.parametrize("blocks", NATIVE.values(), ids=NATIVE)
+def test_torchs_kernels_get_what_they_document(blocks: Blocks, native: Scaled) -> None:
+    for m, k, n in (
+        (1, 1, 1),
+        (15, 16, 17),
+        (35, 129, 1),
+        (16, 128, 48),
+        (129, 513, 129),
+        (130, 1024, 300),
+    ):
+        for out_dtype in OUT_DTYPES:
+            a, b = operands(m, k, n, blocks, FN)
+            assert_product(multiply(a, b, out_dtype, "cublas"), a, b)
+    assert len(native.calls) == 18
+
+
+@pytest.mark.parametrize("blocks", NATIVE.values(), ids=NATIVE)
+def test_torchs_kernels_get_aligned_copies_of_views(blocks: Blocks, native: Scaled) -> None:
+    for m, k, n in ((32, 256, 144), (34, 144, 20), (1, 128, 16), (129, 512, 128)):
+        a, b = operands(m, k, n, blocks, FN)
+        for rewrite in REWRITES.values():
+            for rewrite_scale in (lambda t: t, *REWRITES.values()):
+                rewritten = [
+                    (rewrite(data), rewrite_scale(scale), block) for data, scale, block in (a, b)
+                ]
+                assert_product(multiply(*rewritten, torch.float32, "cublas"), a, b)
+
+
+def test_slices_of_scaled_tensors_reach_torchs_kernels(native: Scaled) -> None:
+    """A slice leaves the scale with strides of the whole, also where a dimension has length 1."""
+    for recipe in (float8.ROWWISE, float8.BLOCKWISE):
+        assert recipe.forward is not None
+        x = float8.quantize(
+            torch.randn(256, 1024), recipe.forward.a.block, "e4m3", recipe.forward.a.scale_mode
+        )
+        w = float8.quantize(
+            torch.randn(256, 1024), recipe.forward.b.block, "e4m3", recipe.forward.b.scale_mode
+        )
+        parts = [(x[128:160], w[:128]), (x[:16], w[128:]), (x[5:6], w[:128])]
+        if recipe is float8.BLOCKWISE:
+            parts += [
+                (x[:, :128], w[:, :128]),
+                (x[:6, 512:], w[:128, 512:]),
+                (x[:, :256], w[128:, :256]),
+            ]
+        for x_part, w_part in parts:
+            a = (x_part.qdata, x_part.scale, x_part.block)
+            b = (w_part.t().qdata, w_part.t().scale, w_part.t().block)
+            assert_product(multiply(a, b, torch.float32, "cublas"), a, b)
+
+
+def test_no_copy_of_operands_that_are_aligned() -> None:
+    x = torch.zeros(32, 256, dtype=torch.uint8).view(E4M3FN.dtype)
+    assert matmul._aligned(x, 16, 128) is x
+    assert matmul._aligned(x[:, :128], 1, 16).data_ptr() == x.data_ptr()
+    for view in (x[:, 1:129], x.t(), x[:1].expand(32, 256), x[:, ::2]):
+        copy = matmul._aligned(view, 1, 16)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+        assert_same_bytes(copy, view)
+
+
+def test_padding_is_zero() -> None:
+    x = torch.full((3, 5), 1.0).to(E4M3FN.dtype)
+    padded = matmul._aligned(x, 16, 16)
+    assert padded.shape == (16, 16)
+    assert padded.float().sum() == 15
+    assert_same_bytes(padded[:3, :5].contiguous(), x)
+
+
+def test_fast_accumulation_is_handed_on(native: Scaled) -> None:
+    a, b = operands(16, 128, 16, NATIVE["row x row"], FN)
+    multiply(a, b, torch.bfloat16, "cublas", fast_accum=True)
+    multiply(a, b, torch.bfloat16, "cublas", fast_accum=False)
+    calls = [f"RowWise RowWise torch.bfloat16 fast_accum={fast}" for fast in (True, False)]
+    assert native.calls == calls
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_100", "sm_120", "gfx950"])
+def test_row_scaled_kernels_that_write_bf16_only(
+    arch: str, native: Scaled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.row_dtypes = (torch.bfloat16,)
+    monkeypatch.setattr(matmul, "device_profile", lambda device: describe(arch))
+    for name in ("row x row", "row x tensor", "tensor x row"):
+        for out_dtype in OUT_DTYPES:
+            a, b = operands(35, 129, 17, NATIVE[name], FN)
+            assert_product(multiply(a, b, out_dtype, "cublas"), a, b)
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------
+
+
+@needs("fp8")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_torchs_kernels_are_as_exact_as_the_reference(
+    recipe: float8.Recipe, fast_accum: bool
+) -> None:
+    device = torch.device("cuda")
+    sizes = (1, 15, 16, 17, 35, 129, 512)
+    for gemm in filter(None, (recipe.forward, recipe.dgrad, recipe.wgrad)):
+        blocks = (gemm.a.block, gemm.b.block[::-1], gemm.a.scale_mode)
+        formats = (float8.format_for(device, gemm.a.kind), float8.format_for(device, gemm.b.kind))
+        scale = E8M0.dtype if gemm.a.scale_mode.startswith("e8m0") else torch.float32
+        ops = (
+            Operand(formats[0].dtype, blocks[0], scale),
+            Operand(formats[1].dtype, blocks[1], scale),
+        )
+        impl = select(device, *ops)
+        for i, m in enumerate(sizes):
+            for j, k in enumerate(sizes):
+                a, b = operands(m, k, sizes[(i + j) % len(sizes)], blocks, formats, "cuda")
+                truth = values(*a) @ values(*b)
+                for out_dtype in OUT_DTYPES:
+                    error = relative_error(multiply(a, b, out_dtype, impl, fast_accum), truth)
+                    reference = relative_error(multiply(a, b, out_dtype, "torch"), truth)
+                    # Tensor cores keep 14 bits of products that they sum in less than float32.
+                    rounding = 2.0**-11 if fast_accum else 2.0**-12
+                    assert error <= 2 * reference + rounding, (
+                        impl,
+                        m,
+                        k,
+                        out_dtype,
+                        error,
+                        reference,
+                    )
+
+
+@needs("fp8")
+@pytest.mark.parametrize("name", NATIVE)
+def test_nothing_unwritten_is_read(name: str) -> None:
+    device, blocks = torch.device("cuda"), NATIVE[name]
+    impl = select(device, *pair(blocks))
+    with deterministic():
+        for m, k, n in ((1, 16, 1), (35, 129, 17), (129, 300, 130), (5, 0, 3)):
+            a, b = operands(m, k, n, blocks, FN, "cuda")
+            poison = torch.full((1 << 22,), 0x7F, dtype=torch.uint8, device=device)
+            del poison  # the allocator hands this memory to padded copies and outputs
+            first = multiply(a, b, torch.bfloat16, impl)
+            assert first.isfinite().all()
+            assert_same_bytes(first, multiply(a, b, torch.bfloat16, impl))
+
+
+@needs("fp8")
+@pytest.mark.parametrize("name", NATIVE)
+def test_nan_scales_and_tiny_scales_on_torchs_kernels(name: str) -> None:
+    device, blocks = torch.device("cuda"), NATIVE[name]
+    impl = select(device, *pair(blocks))
+    a, b = operands(64, 256, 48, blocks, FN, "cuda")
+    scale = a[1].clone()
+    if scale.dtype == E8M0.dtype:
+        scale.view(torch.uint8)[-1, 0] = 255
+    else:
+        scale[-1, 0] = torch.nan
+    poisoned = (a[0], scale, a[2])
+    out, reference = (multiply(poisoned, b, torch.float32, i) for i in (impl, "torch"))
+    assert torch.equal(out.isnan(), reference.isnan())
+
+
+@needs("fp8")
+def test_two_tiny_scales_do_not_underflow_on_torchs_kernels() -> None:
+    data = torch.full((16, 512), 448.0, device="cuda").to(E4M3FN.dtype)
+    for blocks in (NATIVE["tensor x tensor"], NATIVE["row x row"]):
+        impl = select(data.device, *pair(blocks))
+        a = (
+            data,
+            torch.full(scale_shape(data.shape, blocks[0]), 2.0**-80, device="cuda"),
+            blocks[0],
+        )
+        b = (
+            data.t(),
+            torch.full(scale_shape(data.t().shape, blocks[1]), 2.0**-80, device="cuda"),
+            blocks[1],
+        )
+        expected = 448.0**2 * 512 * 2.0**-160
+        out = multiply(a, b, torch.float32, impl)
+        assert torch.all((out.double() - expected).abs() <= 2.0**-10 * expected), blocks
+
+
+def test_profiles_of_this_machine_are_used_as_they_are() -> None:
+    """select asks the device that it is given: a CPU stays a CPU beside a GPU."""
+    profile: DeviceProfile = float8.device_profile(CPU)
+    assert profile.vendor == "cpu"
+    assert select(CPU, *pair(NATIVE["row x row"])) == "torch"
