@@ -11,8 +11,19 @@ import pytest
 import torch
 
 import float8
-from float8 import BLOCKWISE, FULL, MXFP8, RECIPES, ROWWISE, ROWWISE_WGRAD_HP, TENSORWISE
-from float8 import Cast, Gemm, Recipe, devices
+from float8 import (
+    BLOCKWISE,
+    FULL,
+    MXFP8,
+    RECIPES,
+    ROWWISE,
+    ROWWISE_WGRAD_HP,
+    TENSORWISE,
+    Cast,
+    Gemm,
+    Recipe,
+    devices,
+)
 from float8.devices import describe
 from float8.kernels import matmul
 from float8.recipe import Plan
@@ -100,21 +111,19 @@ def test_what_does_not_fit_is_refused_when_it_is_built() -> None:
     ]
     messages = []
     for build in wrong:
-        with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the text is pinned below)
+        with pytest.raises(ValueError) as refusal:
             build()
         messages.append(str(refusal.value))
     expecttest.assert_expected_inline(
         wrapped(*messages),
         """\
 kind='e4m3fn' must be 'e4m3' or 'e5m2'
-block (1) has 1 entries but the tensor of shape (0, 0) has 2 dimensions; give one entry per
-    dimension (a size, or float8.FULL)
-block (1, FULL, 1) has 3 entries but the tensor of shape (0, 0) has 2 dimensions; give one
-    entry per dimension (a size, or float8.FULL)
+block=(1,) must be a tuple of two ints, (rows, contraction), such as (1, 128)
+block=(1, -1, 1) must be a tuple of two ints, (rows, contraction), such as (1, 128)
 block (0, FULL) holds 0; every entry must be a positive size or float8.FULL (-1)
 block (1, -2) holds -2; every entry must be a positive size or float8.FULL (-1)
-block=[1, 128] must be a tuple of two ints (a recipe is hashable), such as (1, 128)
-block=(1, 128.0) must be a tuple of two ints (a recipe is hashable), such as (1, 128)
+block=[1, 128] must be a tuple of two ints, (rows, contraction), such as (1, 128)
+block=(1, 128.0) must be a tuple of two ints, (rows, contraction), such as (1, 128)
 scale_mode 'e8m0' is unknown; choose one of fp32, pow2, e8m0_floor, e8m0_even, e8m0_ceil,
     e8m0_rceil
 operands with blocks (1, FULL) and (1, 128) cannot be multiplied: the second entry is the
