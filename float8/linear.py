@@ -13,24 +13,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .dispatch.matmul import multiply
-from .recipe import ROWWISE, Cast, Gemm, Plan, Recipe
+from .kernels.quantize import CastPlan
+from .recipe import ROWWISE, Plan, Plans, Recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
 
-Plans = tuple[Plan | None, Plan | None, Plan | None]
+def _cast(x: Tensor, cast: CastPlan, orig_dtype: torch.dtype) -> Float8TrainingTensor:
+    return Float8TrainingTensor(*torch.ops.float8.quantize(x, *cast), cast.block, orig_dtype)
 
 
-def _cast(x: Tensor, cast: Cast, dtype: torch.dtype, orig_dtype: torch.dtype) -> Float8TrainingTensor:
-    data, scale = torch.ops.float8.quantize(x, cast.block, dtype, cast.scale_mode)
-    return _tensor(data, scale, cast, orig_dtype)
-
-
-def _tensor(data: Tensor, scale: Tensor, cast: Cast, orig_dtype: torch.dtype) -> Float8TrainingTensor:
-    return Float8TrainingTensor(data, scale, cast.block, orig_dtype)
-
-
-def _mm(a: Float8TrainingTensor, b: Float8TrainingTensor, gemm: Gemm, plan: Plan) -> Tensor:
+def _mm(a: Float8TrainingTensor, b: Float8TrainingTensor, plan: Plan) -> Tensor:
     """a [rows, contraction] times b [columns, contraction] transposed."""
-    return multiply(a, b.t(), plan.impl, fast_accum=gemm.fast_accum)
+    return multiply(a, b.t(), plan.impl, fast_accum=plan.fast_accum)
 
 
 class _Linear(torch.autograd.Function):
@@ -42,68 +35,56 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x_MK: Tensor,
         w_NK: Tensor,
-        recipe: Recipe,
         plans: Plans,
+        save_weight: bool,
         cached_NK: Float8TrainingTensor | None,
         cached_KN: Float8TrainingTensor | None,
     ) -> Tensor:
         dtype = x_MK.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         forward, dgrad, wgrad = plans
-        if recipe.forward is None:
+        if forward is None:
             y_MN = torch.mm(x_MK, w_NK.to(dtype).t())
         else:
-            x = _cast(x_MK, recipe.forward.a, forward.a, dtype)
-            w = _cast(w_NK, recipe.forward.b, forward.b, dtype) if cached_NK is None else cached_NK
-            y_MN = _mm(x, w, recipe.forward, forward)
+            w = _cast(w_NK, forward.b, dtype) if cached_NK is None else cached_NK
+            y_MN = _mm(_cast(x_MK, forward.a, dtype), w, forward)
 
         x_saved: tuple[Tensor | None, Tensor | None] = (None, None)
         w_saved: tuple[Tensor | None, Tensor | None] = (None, None)
         if needs_gw:
-            if recipe.wgrad is None:
-                x_saved = (x_MK, None)
-            else:
-                x_saved = torch.ops.float8.quantize(
-                    x_MK.t(), recipe.wgrad.b.block, wgrad.b, recipe.wgrad.b.scale_mode
-                )
+            x_saved = (x_MK, None) if wgrad is None else torch.ops.float8.quantize(x_MK.t(), *wgrad.b)
         if needs_gx:
             if cached_KN is not None:
                 w_saved = (cached_KN.qdata, cached_KN.scale)
-            elif recipe.weight_for_dgrad == "save":
-                w_saved = torch.ops.float8.quantize(
-                    w_NK.t(), recipe.dgrad.b.block, dgrad.b, recipe.dgrad.b.scale_mode
-                )
+            elif dgrad is not None and save_weight:
+                w_saved = torch.ops.float8.quantize(w_NK.t(), *dgrad.b)
             else:
                 w_saved = (w_NK, None)
         ctx.save_for_backward(*x_saved, *w_saved)
-        ctx.recipe, ctx.plans, ctx.dtype, ctx.w_dtype = recipe, plans, dtype, w_NK.dtype
+        ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_NK.dtype
         return y_MN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         x, x_scale, w, w_scale = ctx.saved_tensors
-        recipe, dtype = ctx.recipe, ctx.dtype
+        dtype = ctx.dtype
         _, dgrad, wgrad = ctx.plans
         gx_MK = gw_NK = None
         if ctx.needs_input_grad[0]:
-            if recipe.dgrad is None:
+            if dgrad is None:
                 gx_MK = torch.mm(g_MN, w.to(dtype))
+            elif w_scale is None:
+                gx_MK = _mm(_cast(g_MN, dgrad.a, dtype), _cast(w.t(), dgrad.b, dtype), dgrad)
             else:
-                g = _cast(g_MN, recipe.dgrad.a, dgrad.a, dtype)
-                saved = w_scale is not None
-                w_KN = (
-                    _tensor(w, w_scale, recipe.dgrad.b, dtype)
-                    if saved
-                    else _cast(w.t(), recipe.dgrad.b, dgrad.b, dtype)
-                )
-                gx_MK = _mm(g, w_KN, recipe.dgrad, dgrad)
+                w_KN = Float8TrainingTensor(w, w_scale, dgrad.b.block, dtype)
+                gx_MK = _mm(_cast(g_MN, dgrad.a, dtype), w_KN, dgrad)
         if ctx.needs_input_grad[1]:
-            if recipe.wgrad is None:
+            if wgrad is None:
                 gw_NK = torch.mm(g_MN.t(), x)
             else:
-                g_NM = _cast(g_MN.t(), recipe.wgrad.a, wgrad.a, dtype)
-                gw_NK = _mm(g_NM, _tensor(x, x_scale, recipe.wgrad.b, dtype), recipe.wgrad, wgrad)
+                x_KM = Float8TrainingTensor(x, x_scale, wgrad.b.block, dtype)
+                gw_NK = _mm(_cast(g_MN.t(), wgrad.a, dtype), x_KM, wgrad)
             gw_NK = gw_NK.to(ctx.w_dtype)
         return gx_MK, gw_NK, None, None, None, None
 
@@ -122,8 +103,8 @@ class CachedWeight(NamedTuple):
     @torch.no_grad()
     def of(weight: Tensor, recipe: Recipe) -> CachedWeight:
         forward, dgrad, _ = recipe.plan(weight.device)
-        w_NK = recipe.forward and forward and _cast(weight, recipe.forward.b, forward.b, weight.dtype)
-        w_KN = recipe.dgrad and dgrad and _cast(weight.t(), recipe.dgrad.b, dgrad.b, weight.dtype)
+        w_NK = None if forward is None else _cast(weight, forward.b, weight.dtype)
+        w_KN = None if dgrad is None else _cast(weight.t(), dgrad.b, weight.dtype)
         return CachedWeight(w_NK, w_KN, weight, weight._version, recipe)
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
@@ -186,7 +167,7 @@ def _linear(
     for n in lead:
         tokens *= n
     w_NK, w_KN = (None, None) if cached is None else cached[:2]
-    y_MN = _Linear.apply(x.reshape(tokens, x.shape[-1]), weight, recipe, plans, w_NK, w_KN)
+    y_MN = _Linear.apply(x.reshape(tokens, x.shape[-1]), weight, plans, recipe.weight_for_dgrad == "save", w_NK, w_KN)
     y = y_MN.reshape(*lead, weight.shape[0])
     return y if bias is None else y + bias
 

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .devices import assumed_device, format_for
-from .formats import E8M0
 from .kernels.matmul import Operand, select
-from .scaling import FULL, Block, block_name, check_block, check_scale_mode
+from .kernels.quantize import CastPlan
+from .scaling import FULL, Block, block_name, check_block, check_scale_mode, scale_dtype
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Cast:
     def __post_init__(self) -> None:
         if self.kind not in ("e4m3", "e5m2"):
             raise ValueError(f"kind={self.kind!r} must be 'e4m3' or 'e5m2'")
+        if not isinstance(self.block, tuple) or [type(b) for b in self.block] != [int, int]:
+            raise ValueError(f"block={self.block!r} must be a tuple of two ints, (rows, contraction), such as (1, 128)")
         check_block((0, 0), self.block)
         check_scale_mode(self.scale_mode)
 
@@ -63,11 +65,15 @@ class Gemm:
 
 
 class Plan(NamedTuple):
-    """A GEMM on a device: FP8 dtypes of the operands and the implementation's name."""
+    """A GEMM on a device: how its operands are quantised there, and which implementation multiplies them."""
 
-    a: torch.dtype
-    b: torch.dtype
+    a: CastPlan
+    b: CastPlan
+    fast_accum: bool
     impl: str
+
+
+Plans = tuple[Plan | None, Plan | None, Plan | None]
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Recipe:
         if self.weight_for_dgrad == "save" and self.dgrad is None:
             raise ValueError("weight_for_dgrad='save' keeps an FP8 weight for dgrad, but dgrad is in high precision")
 
-    def plan(self, device: torch.device) -> tuple[Plan | None, Plan | None, Plan | None]:
+    def plan(self, device: torch.device) -> Plans:
         """Formats and implementations of forward, dgrad and wgrad on ``device``; None for a high-precision GEMM."""
         return _plan(self.forward, device), _plan(self.dgrad, device), _plan(self.wgrad, device)
 
@@ -114,22 +120,22 @@ class Recipe:
 def _plan(gemm: Gemm | None, device: torch.device) -> Plan | None:
     if gemm is None:
         return None
-    a, b = gemm.a, gemm.b
-    return _resolve((a.kind, a.block, a.scale_mode), (b.kind, b.block, b.scale_mode), device, assumed_device())
+    a, b = ((cast.kind, _constant(cast.block), cast.scale_mode) for cast in (gemm.a, gemm.b))
+    return _resolve(a, b, gemm.fast_accum, device, assumed_device())
+
+
+def _constant(block: Block) -> Block:
+    """The same block. torch.compile makes an int symbolic once it has seen two; a range's length it takes as constant."""
+    return tuple(len(range(b + 1)) - 1 for b in block)
 
 
 def _resolve(
-    a: tuple[Any, Block, str], b: tuple[Any, Block, str], device: torch.device, assumed: str | None
+    a: tuple[Any, Block, str], b: tuple[Any, Block, str], fast_accum: bool, device: torch.device, assumed: str | None
 ) -> Plan:
-    (dtype_a, dtype_b), (scale_a, scale_b) = zip(
-        *(
-            (format_for(device, kind).dtype, E8M0.dtype if mode.startswith("e8m0") else torch.float32)
-            for kind, _, mode in (a, b)
-        ),
-        strict=True,
-    )
-    impl = select(device, Operand(dtype_a, a[1], scale_a), Operand(dtype_b, b[1][::-1], scale_b))
-    return Plan(dtype_a, dtype_b, impl)
+    casts = [CastPlan(block, format_for(device, kind).dtype, mode) for kind, block, mode in (a, b)]
+    left, right = (Operand(cast.dtype, cast.block, scale_dtype(cast.scale_mode)) for cast in casts)
+    impl = select(device, left, right._replace(block=right.block[::-1]))
+    return Plan(*casts, fast_accum, impl)
 
 
 # torch.compile runs it while tracing and takes the answer as a constant of the graph (hence the plain arguments); what it

@@ -65,6 +65,11 @@ def check_scale_mode(mode: str) -> None:
         raise ValueError(f"scale_mode {mode!r} is unknown; choose one of {', '.join(SCALE_MODES)}")
 
 
+def scale_dtype(mode: str) -> torch.dtype:
+    """The dtype of a scale tensor: float32, or E8M0 for the ``e8m0_*`` modes."""
+    return E8M0.dtype if mode.startswith("e8m0") else torch.float32
+
+
 def num_blocks(length: int, block: int) -> int:
     """How many blocks of size ``block`` cover ``length`` elements; FULL is always one."""
     return 1 if block == FULL else (length + block - 1) // block

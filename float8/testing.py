@@ -50,7 +50,7 @@ def assert_same_bytes(a: Tensor, b: Tensor) -> None:
     assert a.shape == b.shape, (a.shape, b.shape)
     if a.numel() == 0:
         return
-    left, right = (t.detach().cpu().contiguous().view(torch.uint8) for t in (a, b))
+    left, right = (t.detach().cpu().reshape(-1).clone().view(torch.uint8) for t in (a, b))
     if not torch.equal(left, right):
         different = (left != right).reshape(-1, a.dtype.itemsize).any(1).sum().item()
         raise AssertionError(f"{different} of {a.numel()} elements differ in their bits")

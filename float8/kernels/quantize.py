@@ -5,6 +5,8 @@ dequantize}``. The bodies below are the reference and the specification; no grad
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from ..scaling import (
     check_scale_mode,
     decode_scale,
     encode_e8m0,
+    scale_dtype,
     scale_from_amax,
     scale_layout,
     scale_shape,
@@ -25,6 +28,15 @@ from ..scaling import (
 
 _HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 _LOWEST_GIVEN_SCALE = 2.0**-127  # the lowest of E8M0; below 2^-128 the reciprocal is infinite
+
+
+class CastPlan(NamedTuple):
+    """How an operand is quantised on a device: the arguments of ``quantize`` after x."""
+
+    block: Block
+    dtype: torch.dtype
+    scale_mode: str
+
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define("quantize(Tensor x, int[] block, ScalarType dtype, str scale_mode) -> (Tensor, Tensor)")
@@ -136,8 +148,7 @@ def _fake_quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str)
     check_cast(x, block, dtype)
     check_scale_mode(scale_mode)
     data = x.new_empty(x.shape, dtype=dtype)
-    scale_dtype = E8M0.dtype if scale_mode.startswith("e8m0") else torch.float32
-    return data, scale_layout(x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype), block)
+    return data, scale_layout(x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(scale_mode)), block)
 
 
 def _fake_quantize_static(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
