@@ -1,9 +1,10 @@
-"""``Float8TrainingTensor``: FP8 data and the scales that dequantise it, under the face of a high-precision tensor."""
+"""``Float8TrainingTensor``: FP8 data and the scales that dequantise it, under the face of a
+high-precision tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .devices import format_for
-from .dispatch.table import HANDLERS
+from .dispatch.table import HANDLERS, Op
 from .formats import E8M0, FORMATS, Float8Format, format_of
 from .kernels import quantize as _registers_ops  # noqa: F401
 from .scaling import (
@@ -21,6 +22,8 @@ from .scaling import (
     broadcast_scale,
     check_block,
     check_scale_mode,
+    decode_scale,
+    encode_e8m0,
     scale_layout,
     scale_shape,
 )
@@ -29,16 +32,18 @@ HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Float8TrainingTensor(torch.Tensor):
-    """FP8 data with one float32 or E8M0 scale per block: ``x ~ qdata * scale``, multiplied in ``orig_dtype``.
+    """FP8 data with one float32 or E8M0 scale per block: ``x ~ qdata * scale`` in ``orig_dtype``.
 
-    It has the shape, device and autograd behaviour of a tensor of ``orig_dtype``. Ops reach it through the dispatch
-    table (``float8.implements``): structure ops move data and scale together, matrix products run in FP8, and a list of
-    value ops dequantise. Anything else raises. It is made by ``float8.quantize`` and undone by ``.dequantize()``, both
-    transparent to gradients, which are plain tensors. As an ``nn.Parameter`` it is frozen: no optimiser can update it.
+    It has the shape, device and autograd behaviour of a tensor of ``orig_dtype``. Ops reach it
+    through the dispatch table (``float8.implements``): structure ops move data and scale together,
+    matrix products run in FP8, and a list of value ops dequantise. Anything else raises. It is made
+    by ``float8.quantize`` and undone by ``.dequantize()``, both transparent to gradients, which are
+    plain tensors. As an ``nn.Parameter`` it is frozen: no optimiser can update it.
 
     Args:
         data: FP8 tensor of any rank.
-        scale: float32 or E8M0, one entry per block: ``ceil(data.shape[d] / block[d])`` in dimension d.
+        scale: float32 or E8M0, one entry per block: ``ceil(data.shape[d] / block[d])`` in
+            dimension d.
         block: one entry per dimension, a size or ``float8.FULL``.
         orig_dtype: bf16, fp16 or fp32.
 
@@ -72,7 +77,8 @@ class Float8TrainingTensor(torch.Tensor):
         block: Block | None = None,
         orig_dtype: torch.dtype | None = None,
     ) -> Float8TrainingTensor:
-        """The same tensor with some parts replaced (outside autograd); handlers of the dispatch table use this."""
+        """The same tensor with some parts replaced, outside autograd and unchecked: for handlers of
+        the dispatch table."""
         return _build(
             self.qdata if qdata is None else qdata,
             self.scale if scale is None else scale,
@@ -80,15 +86,22 @@ class Float8TrainingTensor(torch.Tensor):
             self.orig_dtype if orig_dtype is None else orig_dtype,
         )
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
-        """A plain tensor of ``orig_dtype``: ``qdata * scale`` in float32, rounded once. The gradient passes through."""
+    def dequantize(self) -> Tensor:
+        """A plain tensor of ``orig_dtype``: ``qdata * scale`` in float32, rounded once. The
+        gradient passes through.
+
+        Raises:
+            NotImplementedError: inside torch.func.grad, vmap or another functorch transform.
+        """
+        refuse_functorch("dequantize()")
         result: Tensor = _Dequantize.apply(self)  # type: ignore[no-untyped-call]
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"Float8TrainingTensor(shape={tuple(self.shape)}, format={self.format.name}, block={block_name(self.block)}, "
-            f"scale={self.scale.dtype}, orig_dtype={self.orig_dtype}, device={self.device}"
+            f"Float8TrainingTensor(shape={tuple(self.shape)}, format={self.format.name}, "
+            f"block={block_name(self.block)}, scale={self.scale.dtype}, "
+            f"orig_dtype={self.orig_dtype}, device={self.device}"
             + (", requires_grad=True)" if self.requires_grad else ")")
         )
 
@@ -97,23 +110,21 @@ class Float8TrainingTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], size: Any, stride: Any
     ) -> Float8TrainingTensor:
         return _build(inner["qdata"], inner["scale"], *meta)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # As bytes: plain pickle cannot write FP8 storages (torch 2.11 to 2.14).
         scale = self.scale.view(torch.uint8) if self.scale.dtype == E8M0.dtype else self.scale
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        with torch.no_grad():
-            parts = (self.qdata.view(torch.uint8), scale)
-        return _rebuild, (*parts, self.format.name, self.block, self.orig_dtype, self.requires_grad, is_parameter)
+        parts = self.qdata.view(torch.uint8), scale, self.format.name, self.block, self.orig_dtype
+        return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: torch._ops.OpOverload, types: Sequence[type], args: Any = (), kwargs: Any = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Op, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         known = (cls, FakeTensor, FunctionalTensor)
         if not all(issubclass(t, known) or t in (Tensor, torch.nn.Parameter) for t in types):
@@ -123,28 +134,55 @@ class Float8TrainingTensor(torch.Tensor):
         # Under inference_mode composite ops arrive whole; their parts are what the table knows.
         if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
             return result
-        raise NotImplementedError(_no_handler(func, args, kwargs))
+        raise NotImplementedError(no_handler(func, args, kwargs))
 
 
-def _no_handler(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> str:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    x = next(leaf for leaf in leaves if isinstance(leaf, Float8TrainingTensor))
-    if func._schema.is_mutable:
+def no_handler(func: Op, args: Any, kwargs: Any) -> str:
+    """Why an op that has no handler is refused, and the ways out."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+    written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+
+    def fp8(values: Any) -> list[Float8TrainingTensor]:
+        leaves = torch.utils._pytree.tree_leaves(values)
+        return [leaf for leaf in leaves if isinstance(leaf, Float8TrainingTensor)]
+
+    if fp8([named.get(name) for name in written]):
         advice = (
-            "It would change FP8 values in place, which a frozen tensor does not allow (an optimiser must not own it): "
-            "train a high-precision weight, or make a new tensor with float8.quantize"
+            "It would change FP8 values in place, which a frozen tensor does not allow (an "
+            "optimiser must not own it): train a high-precision weight, or make a new tensor with "
+            "float8.quantize"
         )
     else:
         advice = "Call .dequantize() first, or give the op a handler with float8.implements"
+    x = fp8(named)[0]
     return (
-        f"{func} has no handler for a Float8TrainingTensor (shape {tuple(x.shape)}, {x.format.name}, block "
-        f"{block_name(x.block)}). {advice}."
+        f"{func} has no handler for a Float8TrainingTensor (shape {tuple(x.shape)}, "
+        f"{x.format.name}, block {block_name(x.block)}). {advice}."
     )
 
 
-def _build(data: Tensor, scale: Tensor, block: Block, orig_dtype: torch.dtype) -> Float8TrainingTensor:
+def refuse_functorch(what: str) -> None:
+    """Raise NotImplementedError inside torch.func.grad, vmap or another functorch transform."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            f"{what} was called under a functorch transform (torch.func.grad, vmap, jvp, ...), "
+            "which its autograd function does not support; use .backward() or torch.autograd.grad, "
+            "or call it before the transform"
+        )
+
+
+def _build(
+    data: Tensor, scale: Tensor, block: Block, orig_dtype: torch.dtype
+) -> Float8TrainingTensor:
     t: Float8TrainingTensor = torch.Tensor._make_wrapper_subclass(
-        Float8TrainingTensor, data.shape, strides=data.stride(), dtype=orig_dtype, layout=data.layout, device=data.device
+        Float8TrainingTensor,
+        data.shape,
+        strides=data.stride(),
+        storage_offset=data.storage_offset(),
+        dtype=orig_dtype,
+        layout=data.layout,
+        device=data.device,
     )
     t.qdata, t.scale, t.block, t.orig_dtype = data, scale, block, orig_dtype
     return t
@@ -170,11 +208,12 @@ def _rebuild(
 
 def _check_parts(data: Tensor, scale: Tensor, block: Block, orig_dtype: torch.dtype) -> None:
     if format_of(data.dtype) is E8M0:
-        raise ValueError(f"data is {data.dtype}, a format for scales only; use an e4m3 or e5m2 dtype")
+        raise ValueError(f"data is {data.dtype}, for scales only; use an e4m3 or e5m2 dtype")
     check_block(data.shape, block)
     _check_scale(scale, data, block)
     if orig_dtype not in HIGH_PRECISION:
-        raise ValueError(f"orig_dtype={orig_dtype} must be one of {', '.join(map(str, HIGH_PRECISION))}")
+        names = ", ".join(map(str, HIGH_PRECISION))
+        raise ValueError(f"orig_dtype={orig_dtype} must be one of {names}")
 
 
 def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
@@ -183,11 +222,11 @@ def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
         raise ValueError(f"scale is {scale.dtype}; it must be torch.float32 or {E8M0.dtype}")
     if tuple(scale.shape) != needed:
         raise ValueError(
-            f"scale has shape {tuple(scale.shape)}, but data of shape {tuple(x.shape)} in blocks {block_name(block)} needs "
-            f"{needed}: one entry per block, which multiplies the data"
+            f"scale has shape {tuple(scale.shape)}, but data of shape {tuple(x.shape)} in blocks "
+            f"{block_name(block)} needs {needed}: one entry per block, which multiplies the data"
         )
     if scale.device != x.device:
-        raise ValueError(f"scale is on {scale.device} and the data on {x.device}; move one of them")
+        raise ValueError(f"scale is on {scale.device}, the data on {x.device}; move one of them")
 
 
 class _Quantize(torch.autograd.Function):
@@ -199,10 +238,10 @@ class _Quantize(torch.autograd.Function):
             data, scale = torch.ops.float8.quantize(x, block, dtype, scale_mode)
         else:
             data, scale = torch.ops.float8.quantize_static(x, scale, block, dtype)
-        return _build(data, scale, block, x.dtype)
+        return Float8TrainingTensor(data, scale, block, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None, None
 
 
@@ -212,7 +251,7 @@ class _Dequantize(torch.autograd.Function):
         return dequantize_parts(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -225,30 +264,38 @@ def dequantize_parts(x: Float8TrainingTensor) -> Tensor:
 def quantize(
     x: Tensor,
     block: Sequence[int],
-    format: Float8Format | str = "e4m3",
+    format: Float8Format | Literal["e4m3", "e5m2"] = "e4m3",
     scale_mode: str | None = None,
     scale: Tensor | None = None,
 ) -> Float8TrainingTensor:
-    """Cast ``x`` to FP8 in blocks; the gradient passes straight through (formulas: ``float8.scaling``).
+    """Cast ``x`` to FP8 in blocks (formulas: ``float8.scaling``); the gradient passes through.
 
     Args:
         x: bf16, fp16 or fp32, any shape and strides.
-        block: one entry per dimension, a size or ``float8.FULL``: ``(1, FULL)`` is one scale per row.
-        format: a ``Float8Format``, or "e4m3" / "e5m2" for the flavour of x's device (``format_for``).
-        scale_mode: how scales follow from the data: "fp32" (default), "pow2", or "e8m0_" + floor, even, ceil, rceil.
+        block: one entry per dimension, a size or ``float8.FULL``: ``(1, FULL)`` is a scale per row.
+        format: a ``Float8Format``, or "e4m3" / "e5m2" for the flavour of x's device
+            (``format_for``).
+        scale_mode: how scales follow from the data: "fp32" (default), "pow2", or "e8m0_" + floor,
+            even, ceil, rceil.
         scale: given instead (a static scale), float32 or E8M0; values it cannot reach saturate.
 
     Raises:
-        ValueError: x is of another dtype or already FP8, or an argument does not fit, or both scale_mode and scale are
-            given.
+        ValueError: x is of another dtype or already FP8, or an argument does not fit, or both
+            scale_mode and scale are given.
+        NotImplementedError: inside torch.func.grad, vmap or another functorch transform.
     """
+    refuse_functorch("float8.quantize")
     block = tuple(block)
     if isinstance(x, Float8TrainingTensor):
-        raise ValueError(f"x is already in FP8 ({x.format.name}, block {block_name(x.block)}); .dequantize() it first")
+        raise ValueError(
+            f"x is already in FP8 ({x.format.name}, block {block_name(x.block)}); .dequantize() it "
+            "first"
+        )
     if x.dtype not in HIGH_PRECISION or x.layout != torch.strided:
         raise ValueError(
-            f"x is {x.dtype} with layout {x.layout}; quantize takes strided {', '.join(map(str, HIGH_PRECISION))}: "
-            "cast it, and decide what its rounding means for you"
+            f"x is {x.dtype} with layout {x.layout}; quantize takes strided "
+            f"{', '.join(map(str, HIGH_PRECISION))}: cast it, and decide what its rounding means "
+            "for you"
         )
     check_block(x.shape, block)
     fmt = format if isinstance(format, Float8Format) else format_for(x.device, format)
@@ -256,20 +303,24 @@ def quantize(
         raise ValueError("e8m0 is a format for scales only; quantise to an e4m3 or e5m2 format")
     if scale is not None:
         if scale_mode is not None:
-            raise ValueError(f"scale_mode={scale_mode!r} and a given scale exclude each other; pass one of them")
+            raise ValueError(
+                f"scale_mode={scale_mode!r} and a given scale exclude each other; pass one of them"
+            )
         _check_scale(scale, x, block)
     mode = scale_mode or "fp32"
     check_scale_mode(mode)
-    result: Float8TrainingTensor = _Quantize.apply(x, scale, block, fmt.dtype, mode)  # type: ignore[no-untyped-call]
+    apply: Any = _Quantize.apply
+    result: Float8TrainingTensor = apply(x, scale, block, fmt.dtype, mode)
     return result
 
 
 def convert_format(x: Float8TrainingTensor, to: Float8Format) -> Float8TrainingTensor:
     """The same values in the other flavour of the same kind, outside autograd.
 
-    fn to fnuz is exact: the same byte is half the value, so the scale doubles; -0 becomes 0x00, NaN and Inf 0x80.
-    fnuz to fn halves the scale; blocks with codes that are NaN or Inf in fn (e4m3: 0x7F = 240), or whose E8M0 scale
-    cannot be halved, are quantised anew (float32 scale: as "fp32", E8M0: as "e8m0_rceil").
+    fn to fnuz is exact: the same byte is half the value, so the scale doubles; -0 becomes 0x00, NaN
+    and Inf 0x80. fnuz to fn halves the scale. Blocks with codes that are NaN or Inf in fn (e4m3:
+    0x7F = 240), or whose scale cannot be doubled or halved, are quantised anew (float32 scale: as
+    "fp32", E8M0: as "e8m0_rceil").
 
     Raises:
         ValueError: ``to`` is not of the same kind (e4m3 or e5m2).
@@ -277,36 +328,29 @@ def convert_format(x: Float8TrainingTensor, to: Float8Format) -> Float8TrainingT
     fmt, block = x.format, x.block
     if to.kind != fmt.kind:
         raise ValueError(
-            f"convert_format changes the flavour, not the kind: {fmt.name} cannot become {to.name}; "
-            "dequantize() and quantize() instead"
+            f"convert_format changes the flavour, not the kind: {fmt.name} cannot become "
+            f"{to.name}; dequantize() and quantize() instead"
         )
     if to is fmt:
         return x
-    to_fnuz = to.flavour == "fnuz"
-    bytes_ = x.qdata.view(torch.uint8)
-    special = {"e4m3": 0x7F, "e5m2": 0x7C}[fmt.kind]  # from here on up an fn magnitude is NaN or Inf
-    top = bytes_.bitwise_and(0x7F) >= special
-    microscaled = x.scale.dtype == E8M0.dtype
-    if microscaled:
-        code = x.scale.view(torch.uint8).to(torch.int32)
-        moved = torch.where(code == 255, code, code + (1 if to_fnuz else -1))
-        scale = moved.clamp(min=0).to(torch.uint8).view(E8M0.dtype)
+    code = x.qdata.view(torch.uint8)
+    top = code.bitwise_and(0x7F) >= (0x7F if fmt.kind == "e4m3" else 0x7C)  # NaN or Inf in fn
+    if to.flavour == "fnuz":
+        kept = torch.where(code == 0x80, 0x00, torch.where(top, 0x80, code))
+        scale = decode_scale(x.scale) * 2.0
+        anew = ~scale.isfinite()
     else:
-        scale = x.scale * (2.0 if to_fnuz else 0.5)
-    if to_fnuz:
-        converted = torch.where(bytes_ == 0x80, 0x00, torch.where(top, 0x80, bytes_)).to(torch.uint8)
-        return x.replace(qdata=converted.view(to.dtype), scale=scale)
-    kept = torch.where(bytes_ == 0x80, 0x7F, bytes_).to(torch.uint8)
-    anew = block_amax(top.to(torch.float32), block) > 0
-    if microscaled:
-        anew = anew | (code == 0)
+        kept = torch.where(code == 0x80, 0x7F, code)
+        scale = decode_scale(x.scale) * 0.5
+        anew = ~(scale >= 2.0**-127) | (block_amax(top.to(torch.float32), block) > 0)
+    microscaled = x.scale.dtype == E8M0.dtype
+    mode = "e8m0_rceil" if microscaled else "fp32"
     values = torch.ops.float8.dequantize(x.qdata, x.scale, block, torch.float32)
-    data, rescale = torch.ops.float8.quantize(values, block, to.dtype, "e8m0_rceil" if microscaled else "fp32")
-    pick = broadcast_scale(anew, x.shape, block)
-    as_bytes = (lambda s: s.view(torch.uint8)) if microscaled else (lambda s: s)
-    picked = torch.where(anew, as_bytes(rescale), as_bytes(scale)).view(scale.dtype)
-    qdata = torch.where(pick, data.view(torch.uint8), kept).view(to.dtype)
-    return x.replace(qdata=qdata, scale=scale_layout(picked, block))
+    data, rescale = torch.ops.float8.quantize(values, block, to.dtype, mode)
+    scale = torch.where(anew, decode_scale(rescale), scale)
+    scale = scale_layout(encode_e8m0(scale) if microscaled else scale, block)
+    kept = torch.where(broadcast_scale(anew, x.shape, block), data.view(torch.uint8), kept)
+    return Float8TrainingTensor(kept.to(torch.uint8).view(to.dtype), scale, block, x.orig_dtype)
 
 
 torch.serialization.add_safe_globals([Float8TrainingTensor, _rebuild])

@@ -8,48 +8,56 @@ import torch
 from torch import Tensor
 
 from ..formats import E8M0
+from ..scaling import FULL
 from ..tensor import HIGH_PRECISION, Float8TrainingTensor, dequantize_parts
-from .shape import refuse
-from .table import implements
+from .shape import refuse, shares_memory
+from .table import Op, implements
 
 aten = torch.ops.aten
 
 
 @implements(aten.clone.default, aten._pin_memory.default)
-def clone(op: torch._ops.OpOverload, x: Float8TrainingTensor, *args: Any, **kwargs: Any) -> Float8TrainingTensor:
+def clone(op: Op, x: Float8TrainingTensor, *args: Any, **kwargs: Any) -> Float8TrainingTensor:
     # A memory format is about the data; the scale keeps the layout that GEMMs want.
     return x.replace(qdata=op(x.qdata, *args, **kwargs), scale=op(x.scale))
 
 
 @implements(aten.is_pinned.default)
-def is_pinned(op: torch._ops.OpOverload, x: Float8TrainingTensor, *args: Any) -> bool:
+def is_pinned(op: Op, x: Float8TrainingTensor, *args: Any) -> bool:
     return bool(op(x.qdata, *args) and op(x.scale, *args))
 
 
 @implements(aten.record_stream.default)
-def record_stream(op: torch._ops.OpOverload, x: Float8TrainingTensor, stream: Any) -> None:
+def record_stream(op: Op, x: Float8TrainingTensor, stream: Any) -> None:
     op(x.qdata, stream)
     op(x.scale, stream)
 
 
 @implements(aten._to_copy.default)
 def to_copy(
-    op: torch._ops.OpOverload, x: Float8TrainingTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
+    op: Op, x: Float8TrainingTensor, *, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Float8TrainingTensor:
     """A dtype relabels ``orig_dtype`` (autocast relies on it); a device moves data and scale."""
     dtype = dtype or x.orig_dtype
     if dtype not in HIGH_PRECISION:
         refuse(op, x, f"it cannot become {dtype}, only {', '.join(map(str, HIGH_PRECISION))}")
-    scale_kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    return x.replace(qdata=op(x.qdata, **kwargs), scale=op(x.scale, **scale_kwargs), orig_dtype=dtype)
+    qdata = op(x.qdata, **kwargs)
+    kwargs.pop("memory_format", None)
+    return x.replace(qdata=qdata, scale=op(x.scale, **kwargs), orig_dtype=dtype)
 
 
 @implements(aten.copy_.default)
-def copy_(op: torch._ops.OpOverload, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    """Into FP8: the same bytes if formats and blocks agree, else requantised into dst's blocks. Out of FP8: dequantised."""
+def copy_(op: Op, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """Into FP8: the same bytes if formats and blocks agree, else requantised into dst's blocks.
+    Out of FP8: dequantised."""
     if not isinstance(dst, Float8TrainingTensor):
         assert isinstance(src, Float8TrainingTensor)
         return op(dst, dequantize_parts(src), non_blocking)  # type: ignore[no-any-return]
+    if not _owns_its_scales(dst):
+        why = "it is a view whose scales hold for elements outside it too, or are a copy"
+        refuse(
+            op, dst, f"{why}, so that new values in it would change or leave the tensor it views"
+        )
     if isinstance(src, Float8TrainingTensor):
         same = src.block == dst.block and src.shape == dst.shape
         if same and src.qdata.dtype == dst.qdata.dtype and src.scale.dtype == dst.scale.dtype:
@@ -65,6 +73,21 @@ def copy_(op: torch._ops.OpOverload, dst: Tensor, src: Tensor, non_blocking: boo
     return dst
 
 
+def _owns_its_scales(x: Float8TrainingTensor) -> bool:
+    """Whether x may be written: what it is a view of sees new scales, and has no element under them
+    that x has not."""
+    base = x._base
+    if base is None:  # no view, or one made in inference mode, which keeps no record
+        return not x.is_inference() or x.qdata.untyped_storage().nbytes() == x.numel()
+    assert isinstance(base, Float8TrainingTensor)
+    if not shares_memory(x.scale, base.scale):
+        return False
+    # All blocks of the base hold as many elements, and so do those of x: they are whole.
+    even = all(b == FULL or n % b == 0 for n, b in zip(base.shape, base.block, strict=True))
+    whole = even and x.numel() * base.scale.numel() == base.numel() * x.scale.numel()
+    return x.numel() == base.numel() or whole
+
+
 @implements(
     aten.empty_like.default,
     aten.zeros_like.default,
@@ -78,13 +101,15 @@ def copy_(op: torch._ops.OpOverload, dst: Tensor, src: Tensor, non_blocking: boo
     aten.new_ones.default,
     aten.new_full.default,
 )
-def factory(op: torch._ops.OpOverload, x: Float8TrainingTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Factories give plain tensors of ``orig_dtype``: gradients and optimiser states are never FP8."""
-    kwargs.setdefault("dtype", x.orig_dtype)
+def factory(op: Op, x: Float8TrainingTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Factories give plain tensors of ``orig_dtype``: gradients and optimiser states are never
+    FP8."""
+    if kwargs.get("dtype") is None:
+        kwargs["dtype"] = x.orig_dtype
     result: Tensor = op(x.qdata, *args, **kwargs)
     return result
 
 
 @implements(aten.is_same_size.default)
-def is_same_size(op: torch._ops.OpOverload, a: Tensor, b: Tensor) -> bool:
+def is_same_size(op: Op, a: Tensor, b: Tensor) -> bool:
     return tuple(a.shape) == tuple(b.shape)
