@@ -18,12 +18,13 @@ from .recipe import ROWWISE, Plan, Plans, Recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
 
 def _cast(x: Tensor, cast: CastPlan, orig_dtype: torch.dtype) -> Float8TrainingTensor:
-    return Float8TrainingTensor(*torch.ops.float8.quantize(x, *cast), cast.block, orig_dtype)
+    data, scale = torch.ops.float8.quantize(x, *cast)
+    return Float8TrainingTensor(data, scale, cast.block, orig_dtype)
 
 
 def _mm(a: Float8TrainingTensor, b: Float8TrainingTensor, plan: Plan) -> Tensor:
     """a [rows, contraction] times b [columns, contraction] transposed."""
-    return multiply(a, b.t(), plan.impl, fast_accum=plan.fast_accum)
+    return multiply(a, b.t(), plan.impl, fast_accum=plan.fast_accum)  # type: ignore[arg-type]
 
 
 class _Linear(torch.autograd.Function):
@@ -124,7 +125,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         x: [..., K] bf16, fp16 or fp32, any number of leading dimensions, any sizes including 0.
         weight: [N, K], of x's dtype. Under autocast x and bias are cast to its dtype, while the weight is quantised from
             its own precision. A ``Float8TrainingTensor`` multiplies as it is (the dispatch table's matrix products).
-        bias: [N]; added in x's dtype, its gradient is never FP8.
+        bias: [N]; added in its own precision or x's, the higher one; its gradient is never FP8.
 
     Returns: [..., N] of x's dtype.
 
@@ -146,7 +147,8 @@ def _linear(
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    if autocast and x.dtype in HIGH_PRECISION:
         dtype = torch.get_autocast_dtype(device_type)
         x = x.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -167,9 +169,11 @@ def _linear(
     for n in lead:
         tokens *= n
     w_NK, w_KN = (None, None) if cached is None else cached[:2]
-    y_MN = _Linear.apply(x.reshape(tokens, x.shape[-1]), weight, plans, recipe.weight_for_dgrad == "save", w_NK, w_KN)
-    y = y_MN.reshape(*lead, weight.shape[0])
-    return y if bias is None else y + bias
+    y_MN = _Linear.apply(  # type: ignore[no-untyped-call]
+        x.reshape(tokens, x.shape[-1]), weight, plans, recipe.weight_for_dgrad == "save", w_NK, w_KN
+    )
+    y: Tensor = y_MN.reshape(*lead, weight.shape[0])
+    return y if bias is None else (y + bias).to(y.dtype)
 
 
 class Float8Linear(nn.Linear):
