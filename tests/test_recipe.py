@@ -26,6 +26,7 @@ from float8 import (
 )
 from float8.devices import describe
 from float8.kernels import matmul
+from float8.kernels.quantize import CastPlan
 from float8.recipe import Plan
 
 CPU = torch.device("cpu")
@@ -163,7 +164,9 @@ def test_a_recipe_is_customised_by_replacing_its_parts() -> None:
 
 def dtypes(recipe: Recipe, device: torch.device = CPU) -> list[str]:
     return [
-        "-" if plan is None else f"{plan.a} {plan.b} {plan.impl}".replace("torch.float8_", "")
+        "-"
+        if plan is None
+        else f"{plan.a.dtype} {plan.b.dtype} {plan.impl}".replace("torch.float8_", "")
         for plan in recipe.plan(device)
     ]
 
@@ -175,7 +178,8 @@ def test_plans_on_a_cpu() -> None:
         "e5m2 e4m3fn torch",
     ]
     assert dtypes(ROWWISE_WGRAD_HP) == ["e4m3fn e4m3fn torch", "e4m3fn e4m3fn torch", "-"]
-    assert ROWWISE.plan(CPU)[0] == Plan(torch.float8_e4m3fn, torch.float8_e4m3fn, "torch")
+    row = CastPlan((1, FULL), torch.float8_e4m3fn, "fp32")
+    assert ROWWISE.plan(CPU)[0] == Plan(row, row, fast_accum=True, impl="torch")
     nothing = Recipe("off", None, None, None)
     assert nothing.plan(CPU) == (None, None, None)
 
@@ -193,11 +197,14 @@ def test_an_assumed_device_gives_the_formats_and_the_reference(recipe: Recipe, a
     for plan, gemm in zip(plans, (recipe.forward, recipe.dgrad, recipe.wgrad), strict=True):
         assert (plan is None) == (gemm is None)
         if plan is not None and gemm is not None:
-            for dtype, cast in ((plan.a, gemm.a), (plan.b, gemm.b)):
+            for planned, cast in ((plan.a, gemm.a), (plan.b, gemm.b)):
                 suffix = "fnuz" if fnuz else "fn" if cast.kind == "e4m3" else ""
-                assert str(dtype) == f"torch.float8_{cast.kind}{suffix}"
+                assert str(planned.dtype) == f"torch.float8_{cast.kind}{suffix}"
+                assert planned.block == cast.block
+                assert planned.scale_mode == cast.scale_mode
+            assert plan.fast_accum == gemm.fast_accum
             assert plan.impl == "torch"
-    assert all(p is None or "fnuz" not in f"{p.a} {p.b}" for p in recipe.plan(CPU))
+    assert "fnuz" not in str(recipe.plan(CPU))
 
 
 PLANS = {
@@ -246,4 +253,4 @@ def test_plans_of_devices_that_this_machine_is_not(
     assert got == PLANS[arch]
     plan = TENSORWISE.plan(CPU)[1]
     assert plan is not None
-    assert (plan.a == torch.float8_e5m2fnuz) == (arch == "gfx942")
+    assert (plan.a.dtype == torch.float8_e5m2fnuz) == (arch == "gfx942")
