@@ -1,0 +1,620 @@
+"""Into FP8 and out of it: ``convert``, ``revert``, ``summary``, ``cached_weights``.
+
+What becomes of a place that multiplies a weight:
+
+- A module that is exactly ``nn.Linear`` becomes ``Float8Linear`` by its class alone: the same
+  object, the same parameters and hooks.
+- What has a forward of its own keeps its class, and its parameter becomes a ``Float8Weight``:
+  - ``weight`` of a subclass of ``nn.Linear``, or of an ``nn.Linear`` whose instance has a forward;
+  - a stack of expert matrices: a 3-D parameter [experts, rows, columns], at least 2 x 16 x 16, of a
+    module that is not one of torch's;
+  - another 2-D or 3-D parameter of such a module, but only where the last component of a recipe
+    map's pattern is its name: nothing tells a weight from a table of positions.
+- Embeddings, norms, convolutions and other modules of torch are left alone. What reads a weight
+  behind its layer's back is skipped with the reason.
+
+A pattern (``fnmatch``, case matters) matches a layer by its full dotted name or the last component
+of it, and a parameter also by the names of its module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .devices import device_profile
+from .linear import CachedWeight, Float8Linear
+from .recipe import RECIPES, ROWWISE, Recipe
+from .scaling import FULL, Block
+from .tensor import HIGH_PRECISION, Float8TrainingTensor
+from .weight import Float8Weight, unwrap_parameter, wrap_parameter
+
+RecipeMap = Mapping[str, Recipe | None]
+Kind = Literal["linear", "experts", "unknown"]
+Experts = Recipe | Literal["auto", False]
+
+KEEP = ("lm_head", "output", "*router*", "gate")  # logits and routing: small gain, large harm
+_TIED = "it is tied to a parameter of another module, which would meet the Float8Weight too"
+_OTHERS = ("torch.", "torchao.", "bitsandbytes.")  # whose linear layers quantise by themselves
+_STATE = ("recipe", "last_run", "cached")  # what Float8Linear keeps on an instance
+_CONTAINERS = (  # classes of torch that leave the use of parameters to others
+    nn.Module,
+    nn.Linear,
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A place that multiplies a weight, or may."""
+
+    name: str  # the layer's, or the parameter's
+    names: tuple[str, ...]  # what patterns are matched against
+    module: nn.Module
+    parameter: str  # its name within the module
+    kind: Kind
+    by_class: bool  # becomes a Float8Linear, rather than its parameter a Float8Weight
+    refusal: str | None  # why it cannot become either
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = getattr(self.module, self.parameter)
+        return weight
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of a converted place; None where it is in high precision."""
+        if isinstance(self.module, Float8Linear) and self.kind == "linear":
+            return self.module.recipe
+        weight = _float8_weight(self.module._parameters.get(self.parameter))
+        return None if weight is None else weight.recipe
+
+    def matches(self, pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in self.names)
+
+    def named_by(self, pattern: str) -> bool:
+        """Whether a pattern of a recipe map means this place; "*" never means an unknown one."""
+        if self.kind == "unknown" and pattern.rpartition(".")[2] != self.parameter:
+            return False
+        return self.matches(pattern)
+
+
+def _sites(model: nn.Module) -> list[_Site]:
+    """Every place in ``model`` that multiplies a weight, or may, in order; a shared module once."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    by_path = dict(modules)
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in modules:
+        paths.setdefault(module, []).append(path)
+    users = Counter(id(p) for module in paths for p in module._parameters.values())
+
+    sites = []
+    for module, names in paths.items():
+        known = (*names, *(name.rpartition(".")[2] for name in names))
+        if isinstance(module, nn.Linear):
+            by_class = type(module) is nn.Linear and "forward" not in module.__dict__
+            parents = [by_path[name.rpartition(".")[0]] for name in names if name]
+            refusal = _refuse_linear(module, parents, by_class)
+            if not by_class and users[id(module._parameters.get("weight"))] > 1:
+                refusal = refusal or _TIED
+            sites.append(_Site(names[0], known, module, "weight", "linear", by_class, refusal))
+        for local, weight in _other_weights(module):
+            refusal = _refuse_parameter(module, weight)
+            if users[id(weight)] > 1:
+                refusal = refusal or _TIED
+            stack = weight.ndim == 3 and weight.shape[0] > 1 and min(weight.shape[1:]) >= 16
+            kind: Kind = "experts" if stack else "unknown"
+            full = [f"{name}.{local}".lstrip(".") for name in names]
+            known_here = (*full, local, *known)
+            sites.append(_Site(full[0], known_here, module, local, kind, False, refusal))
+    return sites
+
+
+def _other_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters, besides ``weight`` of an nn.Linear, that may be weights of products."""
+    found = {name: p for name, p in module._parameters.items() if p is not None}
+    if isinstance(module, nn.MultiheadAttention):
+        return [(name, p) for name, p in found.items() if name.endswith("proj_weight")]
+    if type(module) in (nn.Linear, Float8Linear) or _is_torchs(module):
+        return []
+    if isinstance(module, nn.Linear):
+        found.pop("weight", None)
+    return [
+        (name, p)
+        for name, p in found.items()
+        if not is_lazy(p) and p.is_floating_point() and p.ndim in (2, 3)
+    ]
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a class of torch uses the module's parameters: a convolution, a norm, ..."""
+    classes = [c for c in type(module).__mro__ if issubclass(c, nn.Module) and c not in _CONTAINERS]
+    return any(c.__module__.startswith("torch.") and not _is_distributed(c) for c in classes)
+
+
+def _is_distributed(cls: type) -> bool:
+    """DTensor, or a class that fully_shard made; by name, for torch may be built without them."""
+    return cls.__module__.startswith("torch.distributed.")
+
+
+def _float8_weight(weight: Tensor | None) -> Float8Weight | None:
+    """The Float8Weight that a parameter is, or that fully_shard cut it into (a DTensor's part)."""
+    if weight is not None and _is_distributed(type(weight)):
+        weight = getattr(weight, "_local_tensor", None)
+    return weight if isinstance(weight, Float8Weight) else None
+
+
+def _refuse_linear(module: nn.Linear, parents: Sequence[nn.Module], by_class: bool) -> str | None:
+    if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
+        return "nn.MultiheadAttention multiplies this weight itself, without calling the layer"
+    if any(_has_fast_path(parent) for parent in parents):
+        return (
+            "nn.TransformerEncoderLayer multiplies this weight itself in eval mode; "
+            "torch.backends.mha.set_fastpath_enabled(False) before convert prevents that"
+        )
+    if is_parametrized(module):
+        return "it is parametrized: its weight is computed at each use"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is no parameter: weight_norm, spectral_norm, pruning or FSDP1 makes it"
+    if isinstance(module, Float8Linear) or _float8_weight(weight) is not None:
+        return None
+    cls = type(module)
+    if _is_distributed(cls):
+        return f"fully_shard made it a {cls.__name__}: convert before that"
+    if cls.__module__.startswith(_OTHERS) and cls is not nn.Linear and not is_lazy(weight):
+        return f"a {cls.__name__} of {cls.__module__} has its own way with its weight"
+    taken = [name for name in _STATE if by_class and name in module.__dict__]
+    if taken:
+        return f"it has an attribute {taken[0]!r} of its own, a name that Float8Linear uses"
+    return _refuse_weight(weight, by_class)
+
+
+def _refuse_parameter(module: nn.Module, weight: Tensor) -> str | None:
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies it in one function with everything else"
+    if _float8_weight(weight) is not None:
+        return None
+    if is_parametrized(module):
+        return "its module is parametrized"
+    return _refuse_weight(weight, False)
+
+
+def _refuse_weight(weight: Tensor, by_class: bool) -> str | None:
+    if is_lazy(weight):
+        return "a lazy layer has no weight yet: run one batch before convert"
+    if isinstance(weight, Float8TrainingTensor):
+        return f"its weight is stored in FP8 already ({weight.format.name}) and multiplies so"
+    if _is_distributed(type(weight)):
+        return None if by_class else "its weight is sharded already: convert before that"
+    if not by_class and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+        return "its weight has hooks, which would be lost: register them after convert"
+    if is_traceable_wrapper_subclass(weight):
+        return f"its weight is a {type(weight).__name__}, not a plain tensor"
+    if weight.dtype not in HIGH_PRECISION:
+        return f"its weight is {weight.dtype}; needed {', '.join(map(str, HIGH_PRECISION))}"
+    if weight.is_inference():
+        return "its weight was made under torch.inference_mode, where nothing can be trained"
+    return None
+
+
+def _has_fast_path(module: nn.Module) -> bool:
+    """Whether torch's fused kernel may run, which reads the weights of linear1 and linear2."""
+    return (
+        isinstance(module, nn.TransformerEncoderLayer)
+        and type(module).forward is nn.TransformerEncoderLayer.forward
+        and torch.backends.mha.get_fastpath_enabled()
+        and module.self_attn.batch_first
+        and module.activation_relu_or_gelu != 0
+    )
+
+
+# Why the last convert left a place alone: module -> parameter -> reason. For summary(); a copied
+# model has none, and its summary says less.
+_reasons: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``convert`` did; ``print`` it.
+
+    Args:
+        converted: name -> (the recipe's name, "Float8Linear" or "Float8Weight").
+        skipped: name -> why it stays in high precision.
+    """
+
+    converted: dict[str, tuple[str, str]]
+    skipped: dict[str, str]
+
+    def __str__(self) -> str:
+        rows = [("layer", "as", "recipe, or why not")]
+        rows += [(name, how, recipe) for name, (recipe, how) in self.converted.items()]
+        rows += [(name, "-", reason) for name, reason in self.skipped.items()]
+        hows = Counter(how for _, how in self.converted.values())
+        kinds = ", ".join(f"{hows[how]} {how}" for how in ("Float8Linear", "Float8Weight"))
+        total = f"{len(self.converted)} converted ({kinds}), {len(self.skipped)} skipped"
+        return _table(rows, total)
+
+
+def _table(rows: Sequence[tuple[str, ...]], total: str) -> str:
+    rows = [(row[0] or "(the model)", *row[1:]) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, total])
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | RecipeMap = ROWWISE,
+    keep: Sequence[str] = KEEP,
+    experts: Experts = "auto",
+    strict: bool = True,
+) -> Report:
+    """Let the layers of ``model`` multiply in FP8, in place.
+
+    Which layers, how, and what a pattern matches: see the module's docstring. Parameters stay the
+    same objects, so an optimiser made before still trains them; state dicts stay plain. Nothing is
+    copied, and the model may be on the meta device. ``revert`` undoes it.
+
+    Args:
+        model: any module, a single ``nn.Linear`` too.
+        recipe: for every layer; or pattern -> recipe, where the first match wins, and None, like no
+            match at all, leaves a layer in high precision.
+        keep: patterns of layers to leave in high precision, whatever ``recipe`` says.
+        experts: for stacks of expert matrices that no pattern of a recipe map matches: "auto" goes
+            by ``recipe``, a Recipe is theirs alone, False leaves them in high precision.
+        strict: raise when nothing was converted, or when a pattern or option that you passed
+            decided nothing.
+
+    Raises:
+        ValueError: an argument is of the wrong kind, a layer is in FP8 already, or ``strict``
+            objects.
+        RuntimeError: a parameter that should become a Float8Weight is held by a graph that waits
+            for its backward, or by DistributedDataParallel.
+            In either case the model is as it was.
+    """
+    _check_arguments(model, recipe, keep, experts)
+    sites = _sites(model)
+    if (found := next((site.name for site in sites if site.recipe is not None), None)) is not None:
+        raise ValueError(
+            f"{_title(found)} is in FP8 already; float8.revert(model), then convert as you like"
+        )
+    used: set[tuple[str, object]] = set()
+    decisions = [(site, _decide(site, recipe, keep, experts, used)) for site in sites]
+    report = Report({}, {})
+    for site, decision in decisions:
+        if isinstance(decision, Recipe):
+            how = "Float8Linear" if site.by_class else "Float8Weight"
+            report.converted[site.name] = (decision.name, how)
+        else:
+            report.skipped[site.name] = decision
+    if strict:
+        asked: list[tuple[str, object]] = [("keep", p) for p in keep if p not in KEEP]
+        asked += [("recipe", p) for p in (recipe if isinstance(recipe, Mapping) else ())]
+        asked += [("experts", experts)] * (experts != "auto")
+        _check_outcome(model, report, sites, [option for option in asked if option not in used])
+    todo = [(site, decision) for site, decision in decisions if isinstance(decision, Recipe)]
+    _change_all(todo, _enter, _leave)
+    for site, decision in decisions:
+        if isinstance(decision, str):
+            _reasons.setdefault(site.module, {})[site.parameter] = decision
+    return report
+
+
+def _title(name: str) -> str:
+    return f"Layer {name!r}" if name else "The model"
+
+
+def _check_arguments(model: object, recipe: object, keep: object, experts: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model is of type {type(model).__name__}; convert changes an nn.Module in place"
+        )
+    values = [recipe]
+    if isinstance(recipe, Mapping):
+        values = [value for value in recipe.values() if value is not None]
+        if not all(isinstance(pattern, str) for pattern in recipe):
+            raise ValueError(f"recipe has the keys {list(recipe)}; patterns are strings")
+    for value in values:
+        if not isinstance(value, Recipe):
+            raise ValueError(
+                f"{value!r} is no recipe; pass a float8.Recipe, such as those of float8.RECIPES "
+                f"({', '.join(RECIPES)}), or a map from patterns to recipes"
+            )
+    if not isinstance(keep, Sequence) or isinstance(keep, str):
+        raise ValueError(f"keep={keep!r} must be a sequence of patterns: ('lm_head', 'blocks.0.*')")
+    if not isinstance(experts, Recipe) and experts is not False and experts != "auto":
+        raise ValueError(f"experts={experts!r} must be 'auto', False or a float8.Recipe")
+
+
+def _decide(
+    site: _Site,
+    recipe: Recipe | RecipeMap,
+    keep: Sequence[str],
+    experts: Experts,
+    used: set[tuple[str, object]],
+) -> Recipe | str:
+    """The site's recipe, or why it has none; ``used`` gets what patterns and options had a say."""
+    kept = [pattern for pattern in keep if site.matches(pattern)]
+    used.update(("keep", pattern) for pattern in kept)
+    if kept:
+        return f"kept by pattern {kept[0]!r}"
+    if isinstance(recipe, Mapping):
+        pattern = next((pattern for pattern in recipe if site.named_by(pattern)), None)
+        if pattern is not None:
+            used.add(("recipe", pattern))
+            chosen: Recipe | None = recipe[pattern]
+            return site.refusal or chosen or f"kept by None for pattern {pattern!r}"
+    if site.kind == "experts" and experts != "auto":
+        used.add(("experts", experts))
+        return site.refusal or experts or "kept by experts=False"
+    if site.refusal is not None:
+        return site.refusal
+    if site.kind == "unknown":
+        return (
+            f"what {type(site.module).__name__} does with it is unknown: "
+            f"recipe={{{site.name!r}: ...}} says that it multiplies"
+        )
+    if isinstance(recipe, Mapping):
+        return "no pattern of the recipe map matches it"
+    return recipe
+
+
+def _check_outcome(
+    model: nn.Module,
+    report: Report,
+    sites: Sequence[_Site],
+    idle: Sequence[tuple[str, object]],
+) -> None:
+    """Raise ValueError if nothing is to be converted, or for options that decided nothing."""
+    problems = []
+    for option, value in idle:
+        if option == "experts":
+            text = "no stack of expert matrices is left for experts= to decide"
+        else:
+            assert isinstance(value, str)
+            text = f"pattern {value!r} of {option} decides nothing"
+            if any(site.named_by(value) for site in sites):
+                text += ", since keep or an earlier pattern has decided what it matches"
+            elif (holder := _holder_of_layers(model, value, sites)) is not None:
+                text += f" ({holder!r} only holds layers, which {holder + '.*'!r} matches)"
+        problems.append(text)
+    if not report.converted:
+        problems.append("no layer is left to convert")
+    if problems:
+        raise ValueError(
+            f"convert left the model as it was: {'; '.join(problems)}. Change that, or pass "
+            f"strict=False. It would have done this:\n{report}"
+        )
+
+
+def _holder_of_layers(model: nn.Module, pattern: str, sites: Sequence[_Site]) -> str | None:
+    """The name of a module that a pattern matches and that has layers inside."""
+    name: str
+    for name, _ in model.named_modules():
+        matched = fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+        if name and matched and any(site.name.startswith(f"{name}.") for site in sites):
+            return name
+    return None
+
+
+def _enter(site: _Site, recipe: Recipe) -> None:
+    if site.by_class:
+        site.module.__class__ = Float8Linear
+        site.module.__dict__["recipe"] = recipe
+    else:
+        wrap_parameter(site.module, site.parameter, recipe)
+
+
+def _leave(site: _Site, recipe: Recipe) -> None:
+    by_class = type(site.module) is Float8Linear  # else mypy takes nn.Linear for a mistake
+    if by_class:
+        for name in _STATE:
+            site.module.__dict__.pop(name, None)
+        site.module.__class__ = nn.Linear
+    else:
+        unwrap_parameter(site.module, site.parameter)
+
+
+def _change_all(
+    todo: Sequence[tuple[_Site, Recipe]],
+    change: Callable[[_Site, Recipe], None],
+    undo: Callable[[_Site, Recipe], None],
+) -> None:
+    """Change every site or, if one of them fails, none."""
+    for i, (site, recipe) in enumerate(todo):
+        try:
+            change(site, recipe)
+        except BaseException as error:
+            for done in todo[:i]:
+                undo(*done)
+            if isinstance(error, RuntimeError):  # from torch.utils.swap_tensors
+                raise RuntimeError(
+                    f"{_title(site.name)} could not be changed, so nothing was: its parameter is "
+                    "held by a graph that waits for its backward, or by DistributedDataParallel"
+                ) from error
+            raise
+
+
+def revert(model: nn.Module) -> None:
+    """Give back what ``convert`` found, in place: classes, attributes, plain parameters (the same
+    objects, with what training made of their values).
+
+    Raises:
+        ValueError: nothing in ``model`` is in FP8, or something was built on a converted layer
+            meanwhile: a class derived, a forward patched, a Float8Weight sharded.
+        RuntimeError: a graph that waits for its backward holds a Float8Weight.
+            In either case the model is as it was.
+    """
+    _check_module(model, "revert")
+    found = [(site, site.recipe) for site in _sites(model) if site.recipe is not None]
+    if not found:
+        raise ValueError("no layer of this model is in FP8, so there is nothing to revert")
+    for site, _ in found:
+        cls = type(site.module)
+        if isinstance(site.module, Float8Linear) and cls is not Float8Linear:
+            raise ValueError(
+                f"{_title(site.name)} is of class {cls.__name__}, which something (fully_shard, "
+                "parametrize, ...) derived from Float8Linear; revert before that"
+            )
+        if cls is Float8Linear and "forward" in site.module.__dict__:
+            raise ValueError(
+                f"{_title(site.name)} got a forward of its own after convert, which may call that "
+                "of Float8Linear; take it off before revert"
+            )
+        if cls is not Float8Linear and _is_distributed(type(site.weight)):
+            raise ValueError(
+                f"{_title(site.name)} has a sharded Float8Weight; revert before fully_shard"
+            )
+    _change_all(found, _leave, _enter)
+    for module in model.modules():
+        _reasons.pop(module, None)
+
+
+def _check_module(model: object, name: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is of type {type(model).__name__}; {name} takes an nn.Module")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A line of ``summary``: a place that multiplies a weight, or may.
+
+    Args:
+        name: the layer's, or the parameter's, as in ``Report``.
+        shape: the weight's; () while a lazy layer has none.
+        recipe: its name; None in high precision.
+        last_run: implementations that forward, dgrad and wgrad took when last run or traced; None
+            before, and in high precision.
+        note: why it is in high precision, or advice; else "".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    recipe: str | None
+    last_run: tuple[str, str, str] | None
+    note: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What multiplies in a model, and how; ``print`` it."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def fp8(self) -> int:
+        """How many of the layers have a recipe."""
+        return sum(layer.recipe is not None for layer in self.layers)
+
+    def __str__(self) -> str:
+        rows = [("layer", "shape", "recipe", "forward", "dgrad", "wgrad", "note")]
+        for layer in self.layers:
+            ran = layer.last_run or ("-" if layer.recipe is None else "never run", "-", "-")
+            shape = " x ".join(map(str, layer.shape))
+            rows.append((layer.name, shape, layer.recipe or "-", *ran, layer.note))
+        idle = sum(layer.recipe is not None and layer.last_run is None for layer in self.layers)
+        return _table(rows, f"{self.fp8} of {len(self.layers)} in FP8, {idle} of them never run")
+
+
+def summary(model: nn.Module) -> Summary:
+    """Every layer of ``model`` that multiplies a weight: its recipe and what its GEMMs took when
+    they last ran, or why it stays in high precision."""
+    _check_module(model, "summary")
+    layers = []
+    for site in _sites(model):
+        weight, recipe = site.weight, site.recipe
+        shape = () if is_lazy(weight) else tuple(weight.shape)
+        if recipe is None:
+            noted = _reasons.get(site.module, {}).get(site.parameter)
+            layers.append(
+                Layer(site.name, shape, None, None, noted or site.refusal or "not converted")
+            )
+            continue
+        float8_weight = _float8_weight(weight)
+        holder: Any = site.module if float8_weight is None else float8_weight
+        note = _advice(shape, recipe, weight.device)
+        layers.append(Layer(site.name, shape, recipe.name, holder.last_run, note))
+    return Summary(tuple(layers))
+
+
+# Sizes [N, K] up to which FP8 does not beat BF16, by the block of x. Measured on H100 by torchao's
+# authors (0.18, _auto_filter_for_recipe), who compile, so that casts fuse into what is before them.
+# Other blocks and other chips have no such measurement, so nothing is said of them.
+_TOO_SMALL: dict[Block, Callable[[int, int], bool]] = {
+    (1, FULL): lambda n, k: n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048),
+    (FULL, FULL): lambda n, k: n <= 1024 and k <= 4096,
+}
+
+
+def _advice(shape: tuple[int, ...], recipe: Recipe, device: torch.device) -> str:
+    gemms = recipe.forward, recipe.dgrad, recipe.wgrad
+    chip = device_profile(device).product or ""
+    if len(shape) != 2 or None in gemms or not ("H100" in chip or "H200" in chip):
+        return ""
+    blocks = {gemm.a.block for gemm in gemms if gemm is not None}
+    too_small = _TOO_SMALL.get(blocks.pop()) if len(blocks) == 1 else None
+    if too_small is None or not too_small(*shape):
+        return ""
+    return "too small to gain on this device: keep it in high precision"
+
+
+@contextlib.contextmanager
+def cached_weights(model: nn.Module) -> Iterator[None]:
+    """Within the block, Float8Linears multiply FP8 copies of their weights that are made here,
+    once, in both layouts (2 bytes per weight): for the micro-batches of one optimiser step.
+
+        with float8.cached_weights(model):
+            for batch in micro_batches:
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    Results are the same bits as without. A weight that changes meanwhile makes the next eager
+    forward raise RuntimeError; compiled code cannot check. Float8Weights are cast at each use, as
+    always.
+
+    Raises:
+        ValueError: there is no Float8Linear, the weight of one is cached already (blocks do not
+            nest), or sharded.
+    """
+    _check_module(model, "cached_weights")
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, Float8Linear)]
+    if not layers:
+        raise ValueError("this model has no Float8Linear; float8.convert(model) first")
+    for name, layer in layers:
+        if layer.cached is not None:
+            raise ValueError(
+                f"{_title(name)} has a cached weight; cached_weights does not nest, so leave the "
+                "outer block first"
+            )
+        if _is_distributed(type(layer.weight)):
+            raise ValueError(
+                f"{_title(name)} has a sharded weight ({type(layer.weight).__name__}), of which "
+                "there is no whole to cast; train without cached_weights"
+            )
+    copies: dict[tuple[int, Recipe], CachedWeight] = {}  # a tied weight is cast once
+    try:
+        for _, layer in layers:
+            key = id(layer.weight), layer.recipe
+            if key not in copies:
+                copies[key] = CachedWeight.of(layer.weight, layer.recipe)
+            layer.cached = copies[key]
+        yield
+    finally:
+        for _, layer in layers:
+            layer.__dict__.pop("cached", None)

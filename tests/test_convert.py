@@ -1,0 +1,1368 @@
+"""Into FP8 and out of it: what convert takes and leaves, and what works around a converted model.
+
+Objects stay the same objects, state dicts stay plain, and every layer that stays in high precision
+says why. How well layers multiply is the business of test_linear.py.
+"""
+
+import copy
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from float8 import (
+    BLOCKWISE,
+    MXFP8,
+    RECIPES,
+    ROWWISE,
+    ROWWISE_WGRAD_HP,
+    TENSORWISE,
+    Float8Linear,
+    Recipe,
+    quantize,
+)
+from float8.convert import Report, cached_weights, convert, revert, summary
+from float8.devices import describe
+from float8.testing import assert_same_bytes, needs
+
+DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+class Block(nn.Module):
+    """A residual MLP with a norm."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head: [B, T] tokens to [B, T, vocabulary]."""
+
+    def __init__(self, dim: int = 32, blocks: int = 2, vocabulary: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(blocks))
+        self.lm_head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+class MyLinear(nn.Linear):
+    """A user's layer, with a forward and attributes of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.linear(x, self.weight.to(x.dtype), self.bias) * 2
+
+    def flops(self) -> int:
+        return 2 * self.in_features * self.out_features
+
+
+class Plainest(nn.Linear):
+    """A subclass that changes nothing."""
+
+
+class Experts(nn.Module):
+    """Stacked experts, each of which takes an equal share of the tokens; other shapes as well."""
+
+    def __init__(self, experts: int = 4, dim: int = 32) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(experts, dim, 2 * dim) / dim**0.5)
+        self.w2 = nn.Parameter(torch.randn(experts, 2 * dim, dim) / dim**0.5)
+        self.bias = nn.Parameter(torch.zeros(experts, dim))
+        self.position = nn.Parameter(torch.zeros(1, 64, dim))
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_EMK = x.reshape(len(self.w1), -1, x.shape[-1])
+        y = torch.bmm(F.gelu(torch.bmm(x_EMK, self.w1)), self.w2) + self.bias.unsqueeze(1)
+        return (y.reshape(x.shape) + self.position[0, : len(x)]) * self.scale
+
+
+class Projection(nn.Module):
+    """A custom module: a weight [K, N] that it multiplies, a table that it adds."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, dim))
+        self.proj = nn.Parameter(torch.randn(dim, dim) / dim**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.table[: len(x)]) @ self.proj
+
+
+TOKENS = torch.arange(24).reshape(2, 12)
+LAYERS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+
+
+def loss_of(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
+    return model(tokens).float().square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def raised(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as info:
+        call()
+    return str(info.value)
+
+
+# --- what convert does
+
+
+def test_converts_by_class_and_copies_nothing() -> None:
+    model = Net()
+    modules, parameters = list(model.modules()), dict(model.named_parameters())
+    hook = model.blocks[0].up.register_forward_hook(lambda m, args, y: None)
+    hooks = dict(model.blocks[0].up._forward_hooks)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+
+    report = convert(model)
+
+    assert report.converted == dict.fromkeys(LAYERS, ("rowwise", "Float8Linear"))
+    assert report.skipped == {"lm_head": "kept by pattern 'lm_head'"}
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert dict(model.blocks[0].up._forward_hooks) == hooks
+    assert type(model.blocks[0].up) is Float8Linear
+    assert type(model.lm_head) is nn.Linear
+    assert list(model.state_dict()) == list(before)
+    for name, t in model.state_dict().items():
+        assert type(t) is Tensor
+        assert torch.equal(t, before[name])
+    hook.remove()
+    assert_expected_inline(
+        str(report),
+        """\
+layer          as            recipe, or why not
+blocks.0.up    Float8Linear  rowwise
+blocks.0.down  Float8Linear  rowwise
+blocks.1.up    Float8Linear  rowwise
+blocks.1.down  Float8Linear  rowwise
+lm_head        -             kept by pattern 'lm_head'
+4 converted (4 Float8Linear, 0 Float8Weight), 1 skipped""",
+    )
+
+
+def test_a_single_layer_is_a_model() -> None:
+    layer = nn.Linear(8, 4)
+    assert convert(layer).converted == {"": ("rowwise", "Float8Linear")}
+    assert type(layer) is Float8Linear
+    assert "(the model)" in str(summary(layer))
+    revert(layer)
+    assert type(layer) is nn.Linear
+
+
+def test_revert_leaves_no_trace() -> None:
+    model = Net()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    parameters = dict(model.named_parameters())
+    convert(model)
+    with cached_weights(model):
+        loss_of(model).backward()
+    revert(model)
+    for name, module in model.named_modules():
+        assert vars(module) == before[name]
+        assert type(module) in (Net, Block, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert {layer.note for layer in summary(model).layers} == {"not converted"}
+
+
+def test_revert_of_a_part_and_of_nothing() -> None:
+    model = Net()
+    convert(model.blocks[1])
+    revert(model)
+    assert type(model.blocks[1].up) is nn.Linear
+    assert_expected_inline(
+        raised(lambda: revert(model)),
+        """no layer of this model is in FP8, so there is nothing to revert""",
+    )
+    convert(model)
+    revert(model.blocks[0])
+    assert [layer.recipe for layer in summary(model).layers] == [None] * 2 + ["rowwise"] * 2 + [
+        None
+    ]
+
+
+def test_revert_refuses_what_was_built_on_top() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    convert(model)
+    nn.utils.parametrizations.orthogonal(model[1])
+    messages = [raised(lambda: revert(model))]
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    model[1].forward = model[1].forward
+    messages.append(raised(lambda: revert(model)))
+    assert type(model[0]) is Float8Linear
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+Layer '1' is of class ParametrizedFloat8Linear, which something (fully_shard, parametrize, ...) derived from Float8Linear; revert before that
+Layer '1' got a forward of its own after convert, which may call that of Float8Linear; take it off before revert""",  # noqa: E501
+    )
+
+
+def test_converting_twice_is_refused() -> None:
+    model = Net()
+    convert(model.blocks[1], TENSORWISE)
+    message = raised(lambda: convert(model))
+    assert type(model.blocks[0].up) is nn.Linear
+    assert_expected_inline(
+        message,
+        """Layer 'blocks.1.up' is in FP8 already; float8.revert(model), then convert as you like""",
+    )
+
+
+# --- patterns and options
+
+
+def test_patterns_match_the_full_name_or_its_last_component() -> None:
+    for keep in (["up"], ["blocks.*.up"], ["u?"], ["*.up"]):
+        report = convert(Net(), keep=[*keep, "lm_head"])
+        assert list(report.converted) == ["blocks.0.down", "blocks.1.down"]
+        assert report.skipped["blocks.0.up"] == f"kept by pattern {keep[0]!r}"
+    assert list(convert(Net(), keep=["blocks.0.*"]).skipped) == ["blocks.0.up", "blocks.0.down"]
+    assert "Up" not in convert(Net(), keep=["UP"], strict=False).skipped
+
+
+def test_default_keep_may_match_nothing_and_covers_routers() -> None:
+    model = nn.ModuleDict(
+        {name: nn.Linear(8, 8) for name in ("gate", "gate_proj", "router", "moe_router2", "output")}
+    )
+    assert list(convert(model).converted) == ["gate_proj"]
+
+
+def test_a_map_gives_each_layer_its_recipe() -> None:
+    model = Net()
+    report = convert(model, {"blocks.0.up": None, "up": MXFP8, "blocks.*": TENSORWISE}, keep=())
+    assert report.converted == {
+        "blocks.0.down": ("tensorwise", "Float8Linear"),
+        "blocks.1.up": ("mxfp8", "Float8Linear"),
+        "blocks.1.down": ("tensorwise", "Float8Linear"),
+    }
+    assert report.skipped == {
+        "blocks.0.up": "kept by None for pattern 'blocks.0.up'",
+        "lm_head": "no pattern of the recipe map matches it",
+    }
+    loss_of(model).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_patterns_that_decide_nothing_are_refused() -> None:
+    model = Net()
+    before = {name: type(module) for name, module in model.named_modules()}
+    recipe = {"down": ROWWISE, "*.down": MXFP8, "*": ROWWISE, "fc": ROWWISE}
+    message = raised(lambda: convert(model, recipe, keep=("blocks", "head"), experts=False))
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert_expected_inline(
+        message.split(". ")[0],
+        """convert left the model as it was: pattern 'blocks' of keep decides nothing ('blocks' only holds layers, which 'blocks.*' matches); pattern 'head' of keep decides nothing; pattern '*.down' of recipe decides nothing, since keep or an earlier pattern has decided what it matches; pattern 'fc' of recipe decides nothing; no stack of expert matrices is left for experts= to decide""",  # noqa: E501
+    )
+    report = convert(model, recipe, keep=("blocks", "head"), experts=False, strict=False)
+    assert len(report.converted) == 5
+
+
+def test_nothing_to_convert_is_refused() -> None:
+    assert_expected_inline(
+        raised(lambda: convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}))),
+        """\
+convert left the model as it was: no layer is left to convert. Change that, or pass strict=False. It would have done this:
+layer    as  recipe, or why not
+lm_head  -   kept by pattern 'lm_head'
+0 converted (0 Float8Linear, 0 Float8Weight), 1 skipped""",  # noqa: E501
+    )
+    assert convert(nn.ReLU(), strict=False) == Report({}, {})
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    wrong: list[Callable[[], object]] = [
+        lambda: convert([nn.Linear(2, 2)]),  # type: ignore[arg-type]
+        lambda: convert(Net(), "rowwise"),  # type: ignore[arg-type]
+        lambda: convert(Net(), {"*": "rowwise"}),  # type: ignore[dict-item]
+        lambda: convert(Net(), {1: ROWWISE}),  # type: ignore[dict-item]
+        lambda: convert(Net(), keep="lm_head"),
+        lambda: convert(Net(), experts=True),  # type: ignore[arg-type]
+        lambda: summary(None),  # type: ignore[arg-type]
+    ]
+    assert_expected_inline(
+        "\n".join(raised(call) for call in wrong),
+        """\
+model is of type list; convert changes an nn.Module in place
+'rowwise' is no recipe; pass a float8.Recipe, such as those of float8.RECIPES (tensorwise, rowwise, rowwise_wgrad_hp, blockwise, mxfp8), or a map from patterns to recipes
+'rowwise' is no recipe; pass a float8.Recipe, such as those of float8.RECIPES (tensorwise, rowwise, rowwise_wgrad_hp, blockwise, mxfp8), or a map from patterns to recipes
+recipe has the keys [1]; patterns are strings
+keep='lm_head' must be a sequence of patterns: ('lm_head', 'blocks.0.*')
+experts=True must be 'auto', False or a float8.Recipe
+model is of type NoneType; summary takes an nn.Module""",  # noqa: E501
+    )
+
+
+# --- what convert leaves alone, and why
+
+
+def frozen_out(make: Callable[[], nn.Module]) -> str:
+    """The reason that a layer which cannot be converted is given."""
+    model = nn.ModuleDict({"good": nn.Linear(16, 16), "bad": make()})
+    before = type(model["bad"])
+    report = convert(model)
+    assert list(report.converted) == ["good"]
+    assert type(model["bad"]) is before
+    assert list(report.skipped) == ["bad"]
+    notes = {layer.name: layer.note for layer in summary(model).layers}
+    assert notes["bad"] == report.skipped["bad"]
+    return report.skipped["bad"]
+
+
+def with_inference_weight() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(16, 16)
+
+
+def with_fp8_weight() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.weight = nn.Parameter(quantize(layer.weight.detach(), (128, 128)), requires_grad=False)
+    return layer
+
+
+def with_int8_weight() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+    return layer
+
+
+def with_own_recipe() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.recipe = "sourdough"  # type: ignore[assignment]
+    return layer
+
+
+def with_hooked_weight() -> nn.Module:
+    layer = MyLinear(16, 16)
+    layer.weight.register_hook(lambda g: g)
+    return layer
+
+
+LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
+    "lazy": lambda: nn.LazyLinear(16),
+    "float64": lambda: nn.Linear(16, 16, dtype=torch.float64),
+    "int8": with_int8_weight,
+    "inference": with_inference_weight,
+    "fp8": with_fp8_weight,
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(16, 16)),
+    "attribute": with_own_recipe,
+    "hooks": with_hooked_weight,
+    "torch.ao": lambda: nn.MultiheadAttention(16, 2).out_proj,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_reasons() -> None:
+    reasons = {name: frozen_out(make) for name, make in LEFT_ALONE.items()}
+    reasons["old weight_norm"] = frozen_out(lambda: nn.utils.weight_norm(nn.Linear(16, 16)))
+    assert_expected_inline(
+        "\n".join(f"{name}: {reason}" for name, reason in reasons.items()),
+        """\
+lazy: a lazy layer has no weight yet: run one batch before convert
+float64: its weight is torch.float64; needed torch.bfloat16, torch.float16, torch.float32
+int8: its weight is torch.int8; needed torch.bfloat16, torch.float16, torch.float32
+inference: its weight was made under torch.inference_mode, where nothing can be trained
+fp8: its weight is stored in FP8 already (e4m3fn) and multiplies so
+orthogonal: it is parametrized: its weight is computed at each use
+weight_norm: it is parametrized: its weight is computed at each use
+spectral_norm: its weight is no parameter: weight_norm, spectral_norm, pruning or FSDP1 makes it
+attribute: it has an attribute 'recipe' of its own, a name that Float8Linear uses
+hooks: its weight has hooks, which would be lost: register them after convert
+torch.ao: a NonDynamicallyQuantizableLinear of torch.nn.modules.linear has its own way with its weight
+old weight_norm: its weight is no parameter: weight_norm, spectral_norm, pruning or FSDP1 makes it""",  # noqa: E501
+    )
+
+
+def test_multihead_attention_is_left_alone() -> None:
+    model = nn.ModuleDict(
+        {"attention": nn.MultiheadAttention(16, 2, kdim=8), "fc": nn.Linear(4, 4)}
+    )
+    report = convert(model)
+    assert list(report.converted) == ["fc"]
+    assert_expected_inline(
+        str(report),
+        """\
+layer                    as            recipe, or why not
+fc                       Float8Linear  rowwise
+attention.q_proj_weight  -             nn.MultiheadAttention multiplies it in one function with everything else
+attention.k_proj_weight  -             nn.MultiheadAttention multiplies it in one function with everything else
+attention.v_proj_weight  -             nn.MultiheadAttention multiplies it in one function with everything else
+attention.out_proj       -             nn.MultiheadAttention multiplies this weight itself, without calling the layer
+1 converted (1 Float8Linear, 0 Float8Weight), 4 skipped""",  # noqa: E501
+    )
+
+
+def test_fast_path_of_the_encoder_layer() -> None:
+    """In eval mode without gradients torch's layer never calls linear1 and linear2."""
+    x = torch.randn(2, 4, 16)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    assert "eval mode" in convert(nn.ModuleList([layer, nn.Linear(2, 2)])).skipped["0.linear1"]
+
+    layer.linear1.__class__ = Float8Linear  # by hand: this is what would happen
+    layer.linear1.recipe = ROWWISE
+    with torch.no_grad():
+        layer.eval()(x)
+    assert layer.linear1.last_run is None
+
+    revert(layer)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert list(convert(layer).converted) == ["linear1", "linear2"]
+        with torch.no_grad():
+            layer(x)
+        assert all(run.last_run for run in summary(layer).layers if run.recipe)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+    plain = nn.TransformerEncoderLayer(16, 2, 32)  # batch_first=False has no fast path
+    assert list(convert(plain).converted) == ["linear1", "linear2"]
+
+
+def test_modules_of_torch_are_left_alone() -> None:
+    model = nn.Sequential(
+        nn.Conv1d(16, 16, 16),
+        nn.Conv2d(4, 4, 3),
+        nn.Embedding(32, 32),
+        nn.EmbeddingBag(32, 32),
+        nn.LayerNorm((16, 16, 16)),
+        nn.Bilinear(16, 16, 16),
+        nn.LSTM(16, 16),
+        nn.PReLU(),
+        nn.Linear(16, 16),
+    )
+    report = convert(model)
+    assert list(report.converted) == ["8"]
+    assert report.skipped == {}
+
+
+def test_nothing_changes_when_a_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(module: nn.Module, name: str, recipe: Recipe) -> None:
+        raise RuntimeError("no")
+
+    class Mine(nn.Linear):
+        pass
+
+    monkeypatch.setattr(sys.modules["float8.convert"], "wrap_parameter", fail)
+    model = nn.Sequential(nn.Linear(4, 4), Mine(4, 4))
+    before = dict(vars(model[0]))
+    raised(lambda: convert(model), RuntimeError)
+    assert type(model[0]) is nn.Linear
+    assert vars(model[0]) == before
+
+
+# --- summary
+
+
+def test_summary_shows_what_ran() -> None:
+    model = Net(blocks=1)
+    convert(model, {"up": ROWWISE_WGRAD_HP, "down": ROWWISE})
+    model.blocks[0].up(torch.randn(3, 32))
+    assert_expected_inline(
+        str(summary(model)),
+        """\
+layer          shape    recipe            forward    dgrad  wgrad           note
+blocks.0.up    64 x 32  rowwise_wgrad_hp  torch      torch  high precision
+blocks.0.down  32 x 64  rowwise           never run  -      -
+lm_head        48 x 32  -                 -          -      -               kept by pattern 'lm_head'
+2 of 3 in FP8, 1 of them never run""",  # noqa: E501
+    )
+    assert summary(model).fp8 == 2
+    assert summary(model).layers[1].last_run is None
+
+
+def test_summary_without_layers() -> None:
+    assert_expected_inline(
+        str(summary(nn.ReLU())),
+        """\
+layer  shape  recipe  forward  dgrad  wgrad  note
+0 of 0 in FP8, 0 of them never run""",
+    )
+
+
+@pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA H20", "NVIDIA B200", None])
+def test_advice_only_where_it_was_measured(
+    chip: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = replace(describe("sm_90"), product=chip)
+    monkeypatch.setattr(sys.modules["float8.convert"], "device_profile", lambda device: profile)
+    model = nn.ModuleDict()
+    for n, k in (
+        (2048, 8192),
+        (8192, 1024),
+        (4096, 2048),
+        (4096, 2080),
+        (1024, 4096),
+        (1040, 4096),
+    ):
+        model[f"{n}x{k}"] = nn.Linear(k, n, device="meta")
+    small = {}
+    for recipe in (ROWWISE, TENSORWISE, ROWWISE_WGRAD_HP, BLOCKWISE, MXFP8):
+        convert(model, recipe)
+        small[recipe.name] = [layer.name for layer in summary(model).layers if layer.note]
+        revert(model)
+    measured = chip == "NVIDIA H200"
+    assert small == {
+        "rowwise": ["2048x8192", "8192x1024", "4096x2048", "1024x4096", "1040x4096"] * measured,
+        "tensorwise": ["1024x4096"] * measured,
+        "rowwise_wgrad_hp": [],
+        "blockwise": [],
+        "mxfp8": [],
+    }
+
+
+# --- weights that are shared, on the meta device, moved, loaded
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = Net()
+    model.lm_head.weight = model.embed.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model, keep=())
+    assert model.lm_head.weight is model.embed.weight
+    loss_of(model).backward()
+    gradient = model.embed.weight.grad.clone()
+
+    apart = copy.deepcopy(model)
+    apart.zero_grad()
+    apart.lm_head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    loss_of(apart).backward()
+    torch.testing.assert_close(apart.lm_head.weight.grad + apart.embed.weight.grad, gradient)
+
+    before = model.embed.weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(model.lm_head.weight.detach(), before - 0.1 * gradient)
+    revert(model)
+    assert model.lm_head.weight is model.embed.weight
+
+
+def test_meta_device_and_to_empty() -> None:
+    """to_empty unties what shares a parameter, converted or not; what is tied later stays so."""
+    models = []
+    for converted in (False, True):
+        with torch.device("meta"):
+            model = Net()
+        model.lm_head.weight = model.embed.weight
+        if converted:
+            convert(model, keep=())
+        assert model.lm_head.weight is model.embed.weight
+        model.to_empty(device="cpu")
+        models.append(model)
+    plain, model = models
+    assert len(list(model.parameters())) == len(list(plain.parameters()))
+
+    reference = Net()
+    model.load_state_dict(reference.state_dict())
+    convert(reference, keep=())
+    assert_same_bytes(model(TOKENS), reference(TOKENS))
+    model.lm_head.weight = model.embed.weight
+    loss_of(model).backward()
+    assert model.embed.weight.grad is not None
+
+
+def test_a_shared_module_is_one_layer() -> None:
+    layer = nn.Linear(16, 16)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    assert list(convert(model, keep=("lm_head",)).converted) == ["0"]
+    x = torch.randn(4, 16)
+    model(x).sum().backward()
+    shared = layer.weight.grad.clone()
+    twins = nn.Sequential(copy.deepcopy(layer), nn.ReLU(), copy.deepcopy(layer))
+    twins.zero_grad()
+    twins(x).sum().backward()
+    assert_same_bytes(shared, twins[0].weight.grad + twins[2].weight.grad)
+
+    revert(model)
+    assert raised(lambda: convert(model, keep=("2",))).startswith(
+        "convert left the model as it was"
+    )
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["convert, load", "load, convert"])
+@pytest.mark.parametrize("assign", [True, False], ids=["assign", "copy"])
+def test_a_bf16_checkpoint_loads_strictly(first: bool, assign: bool) -> None:
+    saved = io.BytesIO()
+    source = Net().bfloat16()
+    torch.save(source.state_dict(), saved)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    model = Net().bfloat16()
+    if first:
+        convert(model)
+    model.load_state_dict(state, strict=True, assign=assign)
+    if not first:
+        convert(model)
+    convert(source)
+    assert_same_bytes(model(TOKENS), source(TOKENS))
+
+
+def test_a_converted_models_checkpoint_is_plain() -> None:
+    model = Net()
+    convert(model)
+    loss_of(model).backward()
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    size = saved.tell()
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    assert {type(t) for t in state.values()} == {Tensor}
+    Net().load_state_dict(state, strict=True)
+    for _ in range(2):
+        loss_of(model).backward()
+    again = io.BytesIO()
+    torch.save(model.state_dict(), again)
+    assert again.tell() == size
+
+
+def test_loaded_weights_leave_no_memory_of_the_old_ones() -> None:
+    model, fresh = Net(), Net()
+    convert(model)
+    model(TOKENS)
+    fresh.load_state_dict({name: t * 100 for name, t in model.state_dict().items()})
+    model.load_state_dict(fresh.state_dict())
+    convert(fresh)
+    assert_same_bytes(model(TOKENS), fresh(TOKENS))
+
+
+def test_moves_and_casts_of_the_model() -> None:
+    model = Net()
+    convert(model)
+    for move in ("bfloat16", "half", "float", "cpu"):
+        getattr(model, move)()
+        reference = Net().to(model.lm_head.weight.dtype)
+        reference.load_state_dict(model.state_dict())
+        convert(reference)
+        y = model(TOKENS)
+        assert y.dtype == model.blocks[0].up.weight.dtype
+        assert_same_bytes(y, reference(TOKENS))
+    model.to("meta")
+    assert summary(model).fp8 == 4
+    assert model.blocks[0].up.weight.is_meta
+
+
+def test_an_optimizer_made_before_trains_the_same_parameters() -> None:
+    model = Net()
+    after = copy.deepcopy(model)
+    early = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    convert(model)
+    convert(after)
+    late = torch.optim.AdamW(after.parameters(), lr=1e-2, foreach=True)
+    losses = train(model, early)
+    assert losses == train(after, late)
+    assert losses[-1] < losses[0]
+    assert early.state_dict()["state"].keys() == late.state_dict()["state"].keys()
+
+
+# --- copies, wrappers, other uses of a model
+
+
+def test_copies_and_pickles() -> None:
+    model = Net()
+    convert(model, {"up": MXFP8, "down": BLOCKWISE})
+    y = model(TOKENS)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert type(twin.blocks[0].up) is Float8Linear
+        assert twin.blocks[0].up.recipe == MXFP8
+        assert_same_bytes(twin(TOKENS), y)
+        assert summary(twin).fp8 == 4
+    twin = copy.deepcopy(model)
+    revert(twin)
+    assert type(twin.blocks[0].up) is nn.Linear
+    assert type(model.blocks[0].up) is Float8Linear
+
+
+def test_a_moving_average_of_the_weights() -> None:
+    model = Net()
+    convert(model)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    before = model.blocks[0].up.weight.detach().clone()
+    average.update_parameters(model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average.update_parameters(model)
+    expected = 0.5 * before + 0.5 * model.blocks[0].up.weight.detach()
+    torch.testing.assert_close(average.module.blocks[0].up.weight.detach(), expected)
+    assert summary(average).fp8 == 4
+    assert average(TOKENS).isfinite().all()
+
+
+def test_functional_call() -> None:
+    model = Net()
+    convert(model)
+    other = Net()
+    convert(other)
+    y = torch.func.functional_call(model, dict(other.named_parameters()), (TOKENS,))
+    assert_same_bytes(y, other(TOKENS))
+    y.sum().backward()
+    assert model.blocks[0].up.weight.grad is None
+    assert other.blocks[0].up.weight.grad is not None
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a frozen layer, as PEFT makes them."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("order", ["convert, adapt", "adapt, convert"])
+def test_adapters_around_layers(order: str, recipe: Recipe) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    if order == "convert, adapt":
+        convert(model, recipe)
+        model[2] = Adapter(model[2])
+    else:
+        model[2] = Adapter(model[2])
+        assert list(convert(model, recipe, keep=("lora_*",)).converted) == ["0", "2.base_layer"]
+    assert type(model[2].base_layer) is Float8Linear
+    assert type(model[2].lora_A) is nn.Linear
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    x = torch.randn(16, 32)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert model[2].base_layer.weight.grad is None
+    assert model[2].lora_B.weight.grad.abs().sum() > 0
+
+
+@contextmanager
+def one_process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_data_parallel() -> None:
+    model, alone = Net(), Net()
+    alone.load_state_dict(model.state_dict())
+    convert(alone)
+    with one_process_group():
+        parallel = nn.parallel.DistributedDataParallel(model)
+        report = convert(parallel)
+        assert list(report.converted) == [f"module.{name}" for name in LAYERS]
+        for _ in range(2):
+            loss_of(parallel).backward()
+            loss_of(alone).backward()
+        for name, gradient in grads(alone).items():
+            assert_same_bytes(model.get_parameter(name).grad, gradient)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@EVERY_RECIPE
+def test_evaluation_gives_the_numbers_of_training(recipe: Recipe, device: str) -> None:
+    model = Net().to(device)
+    convert(model, recipe)
+    for x in (TOKENS.to(device), TOKENS[0].to(device)):
+        y = model(x)
+        assert y.requires_grad
+        for context in (torch.inference_mode, torch.no_grad, nullcontext):
+            with context():
+                assert_same_bytes(model.eval()(x), y)
+        model.train()
+
+
+def test_one_gemm_in_high_precision_under_autocast() -> None:
+    """fp32 weights, bf16 autocast, another GEMM in high precision in each layer."""
+    model = Net()
+    recipes = {
+        "blocks.0.up": replace(ROWWISE, name="fp8 backward", forward=None),
+        "blocks.0.down": replace(ROWWISE, name="no dgrad", dgrad=None),
+        "blocks.1.up": ROWWISE_WGRAD_HP,
+        "blocks.1.down": Recipe("none", None, None, None),
+    }
+    convert(model, recipes)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(TOKENS)
+    y.float().square().mean().backward()
+    assert y.dtype == torch.bfloat16
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    ran = {layer.name: layer.last_run for layer in summary(model).layers}
+    assert ran["blocks.0.up"] == ("high precision", "torch", "torch")
+    assert ran["blocks.1.down"] == ("high precision",) * 3
+
+
+def test_export_of_the_reverted_model() -> None:
+    model = Net().eval()
+    expected = model(TOKENS)
+    convert(model)
+    model(TOKENS)
+    revert(model)
+    program = torch.export.export(model, (TOKENS,))
+    torch.testing.assert_close(program.module()(TOKENS), expected)
+
+
+# --- hooks
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_hooks_see_what_they_see_of_a_plain_layer(compiled: bool) -> None:
+    seen: dict[str, list[tuple[str, Any]]] = {}
+    for kind in ("plain", "fp8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32))
+        layer = model[0]
+        log = seen.setdefault(kind, [])
+
+        def note(name: str, tensors: Any, log: list[tuple[str, Any]] = log) -> None:
+            tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+            log.append((name, [(type(t).__name__, tuple(t.shape), t.dtype) for t in tensors]))
+
+        def pre_hook(module: nn.Module, args: Any, note: Any = note) -> None:
+            note("pre", args)
+
+        def hook(module: nn.Module, args: Any, y: Tensor, note: Any = note) -> Tensor:
+            note("forward", y)
+            return y * 2
+
+        def backward_hook(module: nn.Module, gx: Any, gy: Any, note: Any = note) -> None:
+            note("backward", (*gx, *gy))
+
+        layer.register_forward_pre_hook(pre_hook)
+        layer.register_forward_hook(hook)
+        if not compiled:
+            layer.register_full_backward_hook(backward_hook)
+            layer.register_full_backward_pre_hook(lambda m, g, note=note: note("backward pre", g))
+        layer.weight.register_hook(lambda g, note=note: note("weight", g))
+        layer.weight.register_post_accumulate_grad_hook(lambda p, note=note: note("post", p.grad))
+        if kind == "fp8":
+            convert(model)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        run(torch.randn(4, 16, requires_grad=True)).sum().backward()
+        log.sort(key=lambda entry: entry[0])
+    if compiled:  # hooks run at tracing, on fake tensors
+        for kind, log in seen.items():
+            seen[kind] = [(name, [t[1:] for t in tensors]) for name, tensors in log]
+    assert seen["fp8"] == seen["plain"]
+    assert seen["fp8"]
+
+
+# --- compile
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_is_eager_bit_for_bit(device: str) -> None:
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)
+    ).to(device)
+    convert(model, {"0": ROWWISE, "2": TENSORWISE, "4": BLOCKWISE})
+    x = torch.randn(8, 32, device=device)
+    y = model(x)
+    y.square().sum().backward()
+    expected = grads(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x).square().sum().backward()
+    assert_same_bytes(compiled(x), y)
+    for name, gradient in grads(model).items():
+        assert_same_bytes(gradient, expected[name])
+
+
+def counted(model: nn.Module) -> tuple[nn.Module, Any]:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, backend=counter, fullgraph=True), counter
+
+
+def test_compiles_once_and_once_more_for_all_sizes() -> None:
+    import torch._dynamo.testing
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).requires_grad_(False)
+    convert(model)
+    compiled, counter = counted(model)
+    for _ in range(5):
+        compiled(torch.randn(48, 32))
+    assert counter.frame_count == 1
+    for m in (64, 80, 96):
+        compiled(torch.randn(m, 32))
+    assert counter.frame_count == 2
+
+
+def test_converting_after_compile_takes_effect() -> None:
+    import torch._dynamo.testing
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).requires_grad_(False)
+    x = torch.randn(4, 32)
+    compiled, counter = counted(model)
+    plain = compiled(x)
+    assert list(convert(compiled).converted) == ["_orig_mod.0", "_orig_mod.2"]
+    y = compiled(x)
+    assert_same_bytes(y, model(x))
+    assert not torch.equal(y, plain)
+    revert(compiled)
+    assert_same_bytes(compiled(x), plain)
+    assert counter.frame_count == 2
+
+
+# --- cached weights
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts, by the shape that is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.float8.quantize.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@EVERY_RECIPE
+def test_cached_weights_are_cast_once(recipe: Recipe, device: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48)).to(device)
+    convert(model, recipe)
+    batches = [torch.randn(5, 32, device=device) for _ in range(3)]
+    weights = {(64, 32), (32, 64), (48, 64), (64, 48)}
+
+    def run() -> tuple[list[Tensor], dict[str, Tensor], list[tuple[int, ...]]]:
+        model.zero_grad()
+        outputs = []
+        with Casts() as casts:
+            with cached_weights(model) if cached else nullcontext():
+                for x in batches:
+                    outputs.append(model(x))
+                    outputs[-1].square().sum().backward()
+        return outputs, grads(model), [shape for shape in casts.shapes if shape in weights]
+
+    cached = False
+    expected, expected_grads, casts = run()
+    assert len(casts) == 3 * 3  # each batch: forward of two layers, dgrad of the second
+    cached = True
+    outputs, gradients, casts = run()
+    assert sorted(casts) == sorted(weights)
+    for y, y_expected in zip(outputs, expected, strict=True):
+        assert_same_bytes(y, y_expected)
+    for name in gradients:
+        assert_same_bytes(gradients[name], expected_grads[name])
+    assert "cached" not in vars(model[0])
+
+
+def test_backward_after_the_block_uses_what_forward_used() -> None:
+    model = Net()
+    convert(model)
+    loss_of(model).backward()
+    expected = grads(model)
+    model.zero_grad()
+    with cached_weights(model):
+        loss = loss_of(model)
+    loss.backward()
+    for name, gradient in grads(model).items():
+        assert_same_bytes(gradient, expected[name])
+
+
+def test_a_tied_weight_is_cast_once() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight = model[0].weight
+    convert(model)
+    with Casts() as casts, cached_weights(model):
+        pass
+    assert len(casts.shapes) == 2
+    convert_again = copy.deepcopy(model)
+    revert(convert_again)
+    convert(convert_again, {"0": ROWWISE, "1": MXFP8})
+    with Casts() as casts, cached_weights(convert_again):
+        pass
+    assert len(casts.shapes) == 4
+
+
+def test_what_cached_weights_refuses() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    x = torch.randn(2, 16)
+    messages = [raised(lambda: cached_weights(model).__enter__())]
+    convert(model)
+    with cached_weights(model):
+        messages.append(raised(lambda: cached_weights(model[1]).__enter__()))
+        model(x)
+        with torch.no_grad():
+            model[1].weight.mul_(2)
+        messages.append(raised(lambda: model(x), RuntimeError))
+        with torch.no_grad():
+            model[1].weight.div_(2)
+        raised(lambda: model(x), RuntimeError)
+    for change in ("assign", "recipe", "functional"):
+        with cached_weights(model):
+            if change == "assign":
+                model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+            if change == "recipe":
+                model[0].recipe = MXFP8
+            others = {"0.weight": torch.zeros(16, 16)} if change == "functional" else {}
+            raised(lambda: torch.func.functional_call(model, others, (x,)), RuntimeError)  # noqa: B023
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+this model has no Float8Linear; float8.convert(model) first
+The model has a cached weight; cached_weights does not nest, so leave the outer block first
+the weight (shape (16, 16)) or the recipe of a layer changed inside float8.cached_weights, whose FP8 copies are of the old one; leave the block before the optimiser's step, loading, .to() or a new recipe""",  # noqa: E501
+    )
+
+
+def test_an_exception_ends_the_caching() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    convert(model)
+    with pytest.raises(KeyError), cached_weights(model):
+        raise KeyError
+    assert all(layer.cached is None for layer in model)
+    bad = replace(ROWWISE, name="bad")
+    model[1].recipe = bad
+    original, bad_plan = Recipe.plan, RuntimeError("no plan")
+
+    def plan(self: Recipe, device: torch.device) -> Any:
+        if self is bad:
+            raise bad_plan
+        return original(self, device)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no plan"):
+        patch.setattr(Recipe, "plan", plan)
+        cached_weights(model).__enter__()
+    assert all(layer.cached is None for layer in model)
+    with cached_weights(model):
+        pass
+
+
+def test_revert_inside_the_block() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert(model)
+    with cached_weights(model):
+        revert(model)
+        model(torch.randn(2, 16))
+    assert "cached" not in vars(model[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_training_with_cached_weights(device: str) -> None:
+    """Two compilations in all, with and without; new weights need no third."""
+    import torch._dynamo.testing
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(device)
+    convert(model)
+    compiled, counter = counted(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 32, device=device)
+    compiled(x).square().sum().backward()
+    for _ in range(3):
+        optimizer.zero_grad()
+        with cached_weights(model):
+            for _ in range(2):
+                y = compiled(x)
+                y.square().sum().backward()
+            assert_same_bytes(y, model(x))
+        optimizer.step()
+    assert_same_bytes(compiled(x), model(x))
+    assert counter.frame_count == 2
+
+
+# --- weights that multiply within classes that stay
+
+
+def test_subclasses_of_linear_keep_their_class() -> None:
+    layer = MyLinear(32, 48)
+    reference = nn.Linear(32, 48)
+    reference.load_state_dict(layer.state_dict())
+    convert(reference)
+    model = nn.Sequential(layer, Plainest(48, 16))
+    weights = [m.weight for m in model]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+
+    assert convert(model).converted == dict.fromkeys("01", ("rowwise", "Float8Weight"))
+    assert type(layer) is MyLinear
+    assert isinstance(layer, nn.Linear)
+    assert layer.flops() == 2 * 32 * 48
+    assert repr(layer) == "MyLinear(in_features=32, out_features=48, bias=True)"
+    assert all(
+        m.weight is w and isinstance(w, nn.Parameter) for m, w in zip(model, weights, strict=True)
+    )
+    x = torch.randn(5, 32)
+    assert_same_bytes(layer(x), reference(x) * 2)
+    assert layer.calls == 1
+    assert [run.last_run for run in summary(model).layers] == [("torch",) * 3, None]
+
+    for name, t in model.state_dict().items():
+        assert type(t) is Tensor
+        assert torch.equal(t, before[name])
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+    nn.Sequential(MyLinear(32, 48), Plainest(48, 16)).load_state_dict(model.state_dict())
+
+    trained = {name: t.clone() for name, t in model.state_dict().items()}
+    revert(model)
+    assert all(
+        m.weight is w and type(w) is nn.Parameter for m, w in zip(model, weights, strict=True)
+    )
+    assert not layer._state_dict_hooks and not layer._load_state_dict_pre_hooks
+    for name, t in model.state_dict().items():
+        assert_same_bytes(t, trained[name])
+    plain = F.linear(x, layer.weight, layer.bias) * 2
+    assert torch.equal(layer(x), plain)
+
+
+def test_a_forward_on_the_instance_is_kept() -> None:
+    """Libraries that move layers between devices patch forward; no class reaches past that."""
+    layer = nn.Linear(16, 16)
+    old_forward = layer.forward
+    layer.forward = lambda x: old_forward(x) * 3  # type: ignore[method-assign]
+    model = nn.Sequential(layer)
+    assert convert(model).converted == {"0": ("rowwise", "Float8Weight")}
+    x = torch.randn(4, 16)
+    y = model(x)
+    del layer.forward
+    revert(model)
+    convert(model)
+    assert_same_bytes(y, model(x) * 3)
+
+
+def test_experts() -> None:
+    x = torch.randn(16, 32)
+    model = nn.ModuleDict({"experts": Experts(), "router": nn.Linear(32, 4)})
+    with torch.no_grad():
+        plain = model["experts"](x)
+    report = convert(model)
+    assert report.converted == {
+        "experts.w1": ("rowwise", "Float8Weight"),
+        "experts.w2": ("rowwise", "Float8Weight"),
+    }
+    assert_expected_inline(
+        str(report),
+        """\
+layer             as            recipe, or why not
+experts.w1        Float8Weight  rowwise
+experts.w2        Float8Weight  rowwise
+experts.bias      -             what Experts does with it is unknown: recipe={'experts.bias': ...} says that it multiplies
+experts.position  -             what Experts does with it is unknown: recipe={'experts.position': ...} says that it multiplies
+router            -             kept by pattern '*router*'
+2 converted (0 Float8Linear, 2 Float8Weight), 3 skipped""",  # noqa: E501
+    )
+    y = model["experts"](x)
+    assert not torch.equal(y, plain)
+    y.sum().backward()
+    assert all(p.grad is not None for p in model["experts"].parameters())
+    assert summary(model).layers[0].last_run == ("torch",) * 3
+    assert {type(t) for t in model.state_dict().values()} == {Tensor}
+    revert(model)
+    assert_same_bytes(model["experts"](x), plain)
+
+    model["fc"] = nn.Linear(8, 8)
+    assert list(convert(model, experts=False).converted) == ["fc"]
+    revert(model)
+    assert convert(model, experts=MXFP8).converted == {
+        "experts.w1": ("mxfp8", "Float8Weight"),
+        "experts.w2": ("mxfp8", "Float8Weight"),
+        "fc": ("rowwise", "Float8Linear"),
+    }
+    revert(model)
+    assert list(convert(model, keep=["experts"]).converted) == ["router", "fc"]
+    revert(model)
+    assert convert(model, {"experts.w1": BLOCKWISE, "fc": ROWWISE}, experts=MXFP8).converted == {
+        "experts.w1": ("blockwise", "Float8Weight"),
+        "experts.w2": ("mxfp8", "Float8Weight"),
+        "fc": ("rowwise", "Float8Linear"),
+    }
+
+
+def test_a_matrix_of_a_custom_module_has_to_be_named() -> None:
+    x = torch.randn(8, 32)
+    model = nn.ModuleDict({"mix": Projection(), "one": Experts(1), "fc": nn.Linear(32, 32)})
+    report = convert(model)
+    assert list(report.converted) == ["fc"]
+    assert_expected_inline(
+        report.skipped["mix.proj"],
+        """what Projection does with it is unknown: recipe={'mix.proj': ...} says that it multiplies""",  # noqa: E501
+    )
+    revert(model)
+    assert list(convert(model, {"*": ROWWISE, "mix.*": ROWWISE}, strict=False).converted) == ["fc"]
+    revert(model)
+    for name in ("mix.proj", "proj", "*.proj", "m*.proj"):
+        report = convert(model, {name: ROWWISE, "w1": ROWWISE, "*": TENSORWISE})
+        assert report.converted["mix.proj"] == ("rowwise", "Float8Weight")
+        assert "one.w1" in report.converted
+        assert {"mix.table", "one.w2"} < set(report.skipped)
+        model["mix"](x).sum().backward()
+        assert summary(model).layers[1].last_run == ("torch",) * 3
+        revert(model)
+
+
+def test_weights_by_name_in_a_fused_adapter() -> None:
+    """An adapter that holds the layer's weight itself, and is no nn.Linear."""
+
+    class FusedAdapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32), requires_grad=False)
+            self.lora_a = nn.Parameter(torch.randn(4, 32))
+            self.lora_b = nn.Parameter(torch.zeros(32, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+    model = nn.Sequential(FusedAdapter())
+    report = convert(model, {"weight": ROWWISE})
+    assert report.converted == {"0.weight": ("rowwise", "Float8Weight")}
+    assert list(report.skipped) == ["0.lora_a", "0.lora_b"]
+    x = torch.randn(4, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert model[0].weight.grad is None
+    assert model[0].lora_b.grad.abs().sum() > 0
+
+
+def test_a_tied_weight_never_becomes_a_float8_weight() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(16, 8), "head": MyLinear(8, 16), "fc": MyLinear(8, 8)}
+    )
+    model["head"].weight = model["embed"].weight
+    report = convert(model)
+    assert list(report.converted) == ["fc"]
+    assert_expected_inline(
+        report.skipped["head"],
+        """it is tied to a parameter of another module, which would meet the Float8Weight too""",
+    )
+    assert type(model["embed"].weight) is nn.Parameter
+
+
+def mixed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), MyLinear(32, 32), Experts())
+
+
+def test_copies_pickles_and_checkpoints_of_mixed_models() -> None:
+    model, x = mixed(), torch.randn(16, 32)
+    convert(model)
+    y = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_bytes(twin(x), y)
+        assert summary(twin).fp8 == 4
+        revert(twin)
+        assert summary(twin).fp8 == 0
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    for assign in (False, True):
+        plain = mixed()
+        plain.load_state_dict(state, assign=assign)
+        convert(plain)
+        assert_same_bytes(plain(x), y)
+        other = mixed()
+        convert(other)
+        other.load_state_dict(state, assign=assign)
+        assert summary(other).fp8 == 4
+        assert_same_bytes(other(x), y)
+
+
+def test_a_mixed_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = mixed()
+    convert(model)
+    model.to_empty(device="cpu")
+    source = mixed()
+    model.load_state_dict(source.state_dict())
+    convert(source)
+    x = torch.randn(16, 32)
+    assert_same_bytes(model(x), source(x))
+    assert summary(model).fp8 == 4
+
+
+def test_cached_weights_leave_float8_weights_as_they_are() -> None:
+    model, x = mixed(), torch.randn(16, 32)
+    convert(model)
+    y = model(x)
+    with cached_weights(model):
+        assert_same_bytes(model(x), y)
+    revert(model[0])
+    assert "no Float8Linear" in raised(lambda: cached_weights(model).__enter__())
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_float8_weights_come_before_data_parallel() -> None:
+    model = mixed()
+    with one_process_group():
+        parallel = nn.parallel.DistributedDataParallel(model)
+        message = raised(lambda: convert(parallel), RuntimeError)
+        assert summary(model).fp8 == 0
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert_expected_inline(
+        message,
+        """Layer 'module.1' could not be changed, so nothing was: its parameter is held by a graph that waits for its backward, or by DistributedDataParallel""",  # noqa: E501
+    )
+    model = mixed()
+    with one_process_group():
+        convert(model)
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel(torch.randn(16, 32)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_graph_that_waits_for_backward() -> None:
+    model, x = mixed(), torch.randn(16, 32)
+    y = model(x)
+    raised(lambda: convert(model), RuntimeError)
+    assert summary(model).fp8 == 0
+    y.sum().backward()
+    del y
+    convert(model)
+    y = model(x)
+    revert(model)
+    with pytest.raises(RuntimeError, match="swap_tensors"):  # torch's own refusal
+        y.sum().backward()
