@@ -1,0 +1,501 @@
+"""``Float8Weight``: a high-precision weight that multiplies in FP8, wherever it is multiplied.
+
+Matrix products are caught in ``__torch_function__``, above autograd, and become ``float8.linear``'s
+autograd function. All else reaches ``__torch_dispatch__``, below autograd, which runs it on the
+plain tensor inside.
+
+Letters: B batch or experts, M rows of x, N out features, K the contraction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from .devices import assumed_device
+from .linear import _linear
+from .recipe import ROWWISE, Cast, Gemm, Recipe
+
+aten = torch.ops.aten
+
+
+@dataclass(unsafe_hash=True)
+class _Record:
+    """What a weight and its views last ran. All are equal: torch.compile guards on a tensor's
+    metadata, and layers that differ in nothing else are to share compiled code."""
+
+    last_run: tuple[str, str, str] | None = field(default=None, compare=False)
+
+
+class Float8Weight(torch.Tensor):
+    """``original``, sharing its storage, whose matrix products run in FP8; gradients are plain.
+
+    Products: ``F.linear``, ``@``, ``torch.matmul``, ``mm``, ``bmm``, ``mv``, ``addmm``, ``baddbmm``
+    and ``torch.einsum`` of two operands, with the weight on either side, meaning what they mean in
+    torch. Views, casts and copies of it (``t``, ``w[e]``, ``chunk``, ``to``, ``clone``, ``cat`` with
+    weights of its recipe, ...) are Float8Weights; results of other ops are plain tensors. Other ops
+    that multiply matrices raise NotImplementedError: ``plain()`` multiplies in high precision.
+
+    Args:
+        original: strided, floating point, of any rank; [N, K] or [E, N, K] as a rule.
+        recipe: how each of the three GEMMs runs.
+
+    Raises:
+        ValueError: ``original`` is of another kind.
+    """
+
+    original: Tensor
+    recipe: Recipe
+    record: _Record
+
+    @staticmethod
+    def __new__(cls, original: Tensor, recipe: Recipe = ROWWISE) -> Float8Weight:
+        strided = original.layout == torch.strided and not is_traceable_wrapper_subclass(original)
+        if not strided or not _is_high_precision(original):
+            raise ValueError(
+                "a Float8Weight holds a plain strided tensor in high precision, but got a "
+                f"{type(original).__name__} of {original.dtype} with layout {original.layout}"
+            )
+        return _build(cls, original.detach(), recipe, _Record())
+
+    @property
+    def last_run(self) -> tuple[str, str, str] | None:
+        """Implementations that forward, dgrad and wgrad took (in backward: will take) when the
+        weight or a view of it was last multiplied or traced; None before. When weights share
+        compiled code, the one that it was traced with has the record."""
+        return self.record.last_run
+
+    def plain(self) -> Tensor:
+        """The high-precision tensor, sharing storage; the gradient passes through."""
+        result: Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"Float8Weight({self.original!r}, recipe={self.recipe.name}{grad})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        # The assumed device only for torch.compile, which compares this before it reuses code.
+        return ["original"], (type(self), self.recipe, self.record, assumed_device())
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
+    ) -> Float8Weight:
+        return _build(meta[0], inner["original"], *meta[1:3])
+
+    def _stable_hash_for_caching(self) -> str:
+        """All that compiled code depends on, for torch's cache of it on disk."""
+        t, plans = self.original, self.recipe.plan(self.device)
+        layout = (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, self.requires_grad)
+        return repr((type(self).__name__, self.recipe, plans, layout))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        is_parameter = isinstance(self, nn.Parameter)
+        return _rebuild, (type(self), self.original, self.recipe, self.requires_grad, is_parameter)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        product = _PRODUCTS.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if product is None:
+                return func(*args, **kwargs)
+            if refused := kwargs.keys() & {"out", "out_dtype"}:
+                raise NotImplementedError(
+                    f"{func.__name__} with a Float8Weight takes no {refused.pop()}=; use its result"
+                )
+            return product(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: torch._ops.OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Under inference_mode composite ops arrive whole.
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return result
+        weights: list[Float8Weight] = []
+
+        def unwrap(w: Float8Weight) -> Tensor:
+            weights.append(w)
+            return w.original
+
+        plain_args, plain_kwargs = tree_map_only(Float8Weight, unwrap, (args, kwargs))
+        w, name = weights[0], func._schema.name.split("::")[1]
+        if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+            raise NotImplementedError(f"{name} reshapes a Float8Weight in place; take a view of it")
+        if not _MULTIPLIES.isdisjoint(name.split("_")):
+            raise NotImplementedError(_refusal(name, w))
+        out = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            wrapper = {id(w.original): w for w in weights}
+            _count_writes(func, plain_args, plain_kwargs, wrapper.keys())
+            return tree_map_only(Tensor, lambda t: wrapper.get(id(t), t), out)
+        stays = func.is_view and func is not aten.view.dtype
+        if func in _JOINS:
+            stays = [type(t) for t in args[0]] == [type(w)] * len(args[0]) and all(
+                other.recipe == w.recipe for other in weights
+            )
+        if not (stays or func in _COPIES):
+            return out
+        with torch.inference_mode(w.is_inference()):  # autograd wants views to be as their base is
+            return tree_map_only(Tensor, lambda t: _like(w, t) if _is_high_precision(t) else t, out)
+
+    # FSDP2 gathers the shards, padded to one size, in high precision, into a Float8Weight.
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        shard = self.original.to(mp_policy.param_dtype or self.dtype)
+        if missing := -(-outer_size[0] // mesh.size()) - shard.shape[0]:
+            shard = torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])])
+        return (shard,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor], metadata: None, param_dtype: Any, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor]] | None:
+        # Given ``out``, made here the first time, FSDP2 has gathered into its storage again.
+        return (_like(self, gathered[0]), gathered) if out is None else None
+
+
+_JOINS = frozenset({aten.cat.default, aten.stack.default})
+_COPIES = frozenset(
+    {
+        aten.clone.default,
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten._pin_memory.default,
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.empty_like.default,  # for to_empty; zeros_like, optimisers' states, is plain
+        aten.new_empty.default,  # FSDP2's empty and padded shards
+        aten.new_zeros.default,
+    }
+)
+# An op with one of these words in its name multiplies matrices, or could.
+_MULTIPLIES = frozenset(
+    "mm addmm bmm addbmm baddbmm mv addmv dot vdot matmul linear trilinear rnn lstm gru attention "
+    "transformer convolution conv conv1d conv2d conv3d".split()
+)
+
+
+def _refusal(name: str, w: Float8Weight) -> str:
+    use = "F.linear, @, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two operands; not in torch.func"
+    if "grouped" in name:
+        use = "F.linear(x[start:end], w[e]) for each expert e, or bmm"
+    return (
+        f"{name} does not multiply a Float8Weight (shape {tuple(w.shape)}, recipe {w.recipe.name}) "
+        f"in FP8. What does: {use}. Pass weight.plain() to multiply in high precision."
+    )
+
+
+def _is_high_precision(t: Tensor) -> bool:
+    # float64 too, so that model.double() works; multiplying it then raises.
+    return t.dtype.is_floating_point and t.dtype.itemsize > 1
+
+
+def _build(
+    cls: type[Float8Weight], original: Tensor, recipe: Recipe, record: _Record
+) -> Float8Weight:
+    w: Float8Weight = torch.Tensor._make_wrapper_subclass(
+        cls,
+        original.shape,
+        strides=original.stride(),
+        storage_offset=original.storage_offset(),
+        dtype=original.dtype,
+        layout=original.layout,
+        device=original.device,
+    )
+    w.original, w.recipe, w.record = original, recipe, record
+    return w
+
+
+def _like(w: Float8Weight, inner: Tensor) -> Float8Weight:
+    return _build(type(w), inner, w.recipe, w.record)
+
+
+def _rebuild(
+    cls: type[Float8Weight],
+    original: Tensor,
+    recipe: Recipe,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Tensor:
+    w = _build(cls, original, recipe, _Record())
+    return nn.Parameter(w, requires_grad) if is_parameter else w.requires_grad_(requires_grad)
+
+
+def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
+    """Autograd may have saved a view of an original, whose version stands still below autograd."""
+
+    def count(t: Tensor) -> None:
+        if id(t) in ids and not t.is_inference():
+            torch.autograd.graph.increment_version(t)
+
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            tree_map_only(Tensor, count, args[i] if i < len(args) else kwargs.get(argument.name))
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Float8Weight) -> Tensor:
+        return w.original.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., K] x [N, K] -> [..., N] or [B, M, K] x [B, N, K] -> [B, M, N]: every product's core."""
+    if isinstance(x, Float8Weight):
+        raise NotImplementedError(
+            "both operands are Float8Weights, and an FP8 product has one; multiply .plain() of them"
+        )
+    assert isinstance(w, Float8Weight)
+    recipe, plans, plain = w.recipe, w.recipe.plan(x.device), w.plain()
+    forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
+    w.record.last_run = (forward, dgrad, wgrad)
+    if w.ndim == 2:
+        return _linear(x, plain, bias, recipe, plans)
+    if x.shape[0] == 0:
+        return torch.bmm(x, plain.mT)  # nothing to multiply
+    pairs = zip(x.unbind(), plain.unbind(), strict=True)
+    return torch.stack([_linear(x_MK, w_NK, None, recipe, plans) for x_MK, w_NK in pairs])
+
+
+def _contract(equation: str, a: Tensor, b: Tensor, letters_broadcast: bool = False) -> Tensor:
+    """einsum, by sorting labels into batch (in x, w and the result), inner (in x and w), rows (x)
+    and columns (w). Sizes of 1 broadcast in an ellipsis; einsum itself broadcasts all."""
+    name = f"{equation!r} of shapes {tuple(a.shape)} and {tuple(b.shape)} with a Float8Weight"
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    first, _, second = terms.partition(",")
+    x, in_x, w, in_w = a, _labels(first, a.ndim, name), b, _labels(second, b.ndim, name)
+    every = [*in_x, *in_w]
+    hidden = sorted({s for s in every if isinstance(s, int)})
+    if arrow:
+        head, ellipsis, tail = result.partition("...")
+        out = [*head, *(hidden if ellipsis else ()), *tail]
+    else:
+        out = [*hidden, *sorted(s for s in every if isinstance(s, str) and every.count(s) == 1)]
+    if len(set(out)) < len(out) or not set(out) <= set(every):
+        raise ValueError(f"{name}: the result needs different labels, all of the operands'")
+    if not isinstance(w, Float8Weight):
+        x, in_x, w, in_w = w, in_w, x, in_x
+
+    for s in [s for s in in_w if s in in_x]:  # a size of 1 that broadcasts is not shared
+        i, j = in_x.index(s), in_w.index(s)
+        if x.shape[i] == w.shape[j]:
+            continue
+        if not (letters_broadcast or isinstance(s, int)) or 1 not in (x.shape[i], w.shape[j]):
+            raise ValueError(f"{name}: {s!r} has sizes {x.shape[i]} and {w.shape[j]}")
+        if x.shape[i] == 1:
+            x, in_x = x.squeeze(i), [*in_x[:i], *in_x[i + 1 :]]
+        else:
+            w, in_w = w.squeeze(j), [*in_w[:j], *in_w[j + 1 :]]
+    if summed := [i for i, s in enumerate(in_x) if s not in in_w and s not in out]:
+        x, in_x = x.sum(summed), [s for i, s in enumerate(in_x) if i not in summed]
+
+    inner = [s for s in in_w if s in in_x and s not in out]
+    if not inner or any(s not in in_x and s not in out for s in in_w):
+        raise NotImplementedError(
+            f"{name} is no matrix product, which sums over labels of both operands and over no "
+            "other label of the weight; use weight.plain()"
+        )
+    batch = [s for s in in_w if s in in_x and s in out]
+    rows, columns = [s for s in in_x if s not in in_w], [s for s in in_w if s not in in_x]
+    size = dict(zip([*in_x, *in_w], [*x.shape, *w.shape], strict=True))
+    b_, m, n, k = ([math.prod(size[s] for s in part)] for part in (batch, rows, columns, inner))
+    b_ = b_ if batch else []
+    x = x.permute([in_x.index(s) for s in batch + rows + inner]).reshape(b_ + m + k)
+    w = w.permute([in_w.index(s) for s in batch + columns + inner]).reshape(b_ + n + k)
+    have = batch + rows + columns
+    y = _times(x, w).reshape([size[s] for s in have])
+    return y if have == out else y.permute([have.index(s) for s in out])
+
+
+def _labels(term: str, ndim: int, name: str) -> list[Any]:
+    """A label for each dimension; those of an ellipsis are ..., -2, -1."""
+    head, ellipsis, tail = term.partition("...")
+    hidden = ndim - len(head) - len(tail)
+    if hidden < 0 or (hidden > 0 and not ellipsis):
+        raise ValueError(f"{name}: {term!r} does not label {ndim} dimensions")
+    labels = [*head, *range(-hidden, 0), *tail]
+    if len(set(labels)) < len(labels):
+        raise NotImplementedError(f"{name} takes a diagonal, which is no matrix product")
+    return labels
+
+
+def _einsum(equation: str, *operands: Tensor) -> Tensor:
+    if len(operands) != 2 or equation.count(",") != 1:
+        raise NotImplementedError(
+            f"einsum {equation!r} of {len(operands)} operands has a Float8Weight; contract in pairs"
+        )
+    return _contract(equation, *operands, letters_broadcast=True)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    if isinstance(other, Float8Weight) and other.ndim == 2 and input.ndim > 0:
+        return _times(input, other.t())
+    left, right = "...mk" if input.ndim > 1 else "k", "...kn" if other.ndim > 1 else "k"
+    out = "..." + "m" * (input.ndim > 1) + "n" * (other.ndim > 1)
+    return _contract(f"{left},{right}->{out}", input, other)
+
+
+def _linear_form(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Float8Weight) and weight.ndim == 2:
+        return _times(input, weight, _plain(bias))
+    if not (isinstance(input, Float8Weight) or isinstance(weight, Float8Weight)):
+        return F.linear(input, weight, _plain(bias))
+    return _plus(_matmul(input, weight.t()), _plain(bias))
+
+
+def _added(
+    op: Any, equation: str, c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float
+) -> Tensor:
+    c = _plain(c)
+    if not (isinstance(a, Float8Weight) or isinstance(b, Float8Weight)):
+        return op(c, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
+    y = _contract(equation, a, b)
+    return _plus(y if alpha == 1 else y * alpha, None if beta == 0 else c, beta)
+
+
+def _plus(y: Tensor, c: Tensor | None, beta: float = 1) -> Tensor:
+    if c is None:
+        return y
+    if torch.is_autocast_enabled(y.device.type):
+        c = c.to(y.dtype)
+    elif c.dtype != y.dtype:
+        raise ValueError(f"cannot add {c.dtype} to a product in {y.dtype}; bring both to one dtype")
+    return torch.add(y, c, alpha=beta)
+
+
+def _plain(t: Any) -> Any:
+    return t.plain() if isinstance(t, Float8Weight) else t
+
+
+_PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.linear: _linear_form,
+    torch.einsum: _einsum,
+}
+_spellings: dict[tuple[Any, ...], Callable[..., Tensor]] = {
+    (torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__): _matmul,
+    (torch.mm, Tensor.mm): lambda input, mat2: _contract("mk,kn->mn", input, mat2),
+    (torch.bmm, Tensor.bmm): lambda input, mat2: _contract("bmk,bkn->bmn", input, mat2),
+    (torch.mv, Tensor.mv): lambda input, vec: _contract("mk,k->m", input, vec),
+    (torch.addmm, Tensor.addmm): lambda input, mat1, mat2, *, beta=1, alpha=1: _added(
+        torch.addmm, "mk,kn->mn", input, mat1, mat2, beta, alpha
+    ),
+    (torch.baddbmm, Tensor.baddbmm): lambda input, batch1, batch2, *, beta=1, alpha=1: _added(
+        torch.baddbmm, "bmk,bkn->bmn", input, batch1, batch2, beta, alpha
+    ),
+}
+_PRODUCTS.update((op, form) for ops, form in _spellings.items() for op in ops)
+
+
+# ----------------------------------------------------------------------------------------- modules
+
+
+def wrap_parameter(module: nn.Module, name: str, recipe: Recipe = ROWWISE) -> None:
+    """Make a parameter a ``Float8Weight``: the same object, in every module and optimiser with it.
+
+    State dicts of ``module`` still hold a plain tensor that shares its storage, and load plain
+    tensors. Call it for every module that shares the parameter, before torch.compile and sharding.
+    No graph may be waiting for its backward.
+
+    Raises:
+        ValueError: there is no such parameter, it is no plain high-precision matrix, has hooks
+            (register them afterwards), or is a Float8Weight of another recipe.
+    """
+    p = module._parameters.get(name)
+    if p is None:
+        has = ", ".join(module._parameters)
+        raise ValueError(f"{type(module).__name__} has no parameter {name!r}; it has {has}")
+    if not isinstance(p, Float8Weight):
+        if p.ndim < 2:
+            raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is no matrix")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(f"parameter {name!r} has hooks; register them after wrap_parameter")
+        _swap(p, Float8Weight(p, recipe))
+    elif p.recipe != recipe:
+        raise ValueError(f"parameter {name!r} has recipe {p.recipe.name}; unwrap_parameter first")
+    if _plain_state not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_plain_state)
+        module.register_load_state_dict_pre_hook(_wrap_state)
+
+
+def unwrap_parameter(module: nn.Module, name: str) -> None:
+    """Undo ``wrap_parameter``: the same object is a plain ``nn.Parameter`` again.
+
+    Raises:
+        ValueError: ``wrap_parameter`` has not been called for it.
+    """
+    p = module._parameters.get(name)
+    if p is None or _plain_state not in module._state_dict_hooks.values():
+        raise ValueError(f"{type(module).__name__} has no {name!r} that wrap_parameter has made")
+    if isinstance(p, Float8Weight):  # else another module that shares it was first
+        _swap(p, p.original)
+    elif is_traceable_wrapper_subclass(p):
+        raise ValueError(f"parameter {name!r} is sharded; call unwrap_parameter before sharding it")
+    if not any(isinstance(other, Float8Weight) for other in module._parameters.values()):
+        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "hook", hook) in (_plain_state, _wrap_state):
+                    del hooks[key]
+
+
+def _swap(p: nn.Parameter, content: Tensor) -> None:
+    new = nn.Parameter(content, p.requires_grad)
+    new.grad = p.grad
+    ours = ("original", "recipe", "record", "_is_param")
+    new.__dict__.update({k: v for k, v in p.__dict__.items() if k not in ours})
+    torch.utils.swap_tensors(p, new)
+
+
+def _plain_state(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    for key in (prefix + name for name in module._parameters):
+        if key in state_dict:
+            value = state_dict[key]
+            state_dict[key] = _change(value, value, lambda t, _: _plain(t))
+
+
+def _wrap_state(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any
+) -> None:
+    if local_metadata.get("assign_to_params_buffers"):  # values take the parameters' places
+        for name, p in module._parameters.items():
+            if (value := state_dict.get(prefix + name)) is not None:
+                state_dict[prefix + name] = _change(
+                    value, p, lambda t, w: _like(w, _plain(t).detach())
+                )
+
+
+def _change(value: Any, like: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """``change(value, like)`` where ``like``, or the local part of a DTensor, is a Float8Weight."""
+    if isinstance(like, Float8Weight):
+        return change(value, like)
+    if type(value) is type(like) and is_traceable_wrapper_subclass(like):
+        names, meta = value.__tensor_flatten__()
+        if any(isinstance(getattr(like, name), Float8Weight) for name in names):
+            parts = {n: _change(getattr(value, n), getattr(like, n), change) for n in names}
+            return type(value).__tensor_unflatten__(parts, meta, value.size(), value.stride())
+    return value
+
+
+# torch.load(weights_only=True) reads a pickled Float8Weight with these; state dicts hold none.
+torch.serialization.add_safe_globals([Float8Weight, _rebuild, Recipe, Gemm, Cast])
