@@ -318,9 +318,9 @@ def convert_format(x: Float8TrainingTensor, to: Float8Format) -> Float8TrainingT
     """The same values in the other flavour of the same kind, outside autograd.
 
     fn to fnuz is exact: the same byte is half the value, so the scale doubles; -0 becomes 0x00, NaN
-    and Inf 0x80. fnuz to fn halves the scale. Blocks with codes that are NaN or Inf in fn (e4m3:
-    0x7F = 240), or whose scale cannot be doubled or halved, are quantised anew (float32 scale: as
-    "fp32", E8M0: as "e8m0_rceil").
+    and Inf 0x80. fnuz to fn halves the scale. Blocks with a code that is NaN or Inf in fn (e4m3:
+    0x7F = 240), or whose scale cannot be doubled or halved, keep their scale, and their data is
+    cast: exact but for odd multiples of fnuz's smallest subnormal.
 
     Raises:
         ValueError: ``to`` is not of the same kind (e4m3 or e5m2).
@@ -333,24 +333,22 @@ def convert_format(x: Float8TrainingTensor, to: Float8Format) -> Float8TrainingT
         )
     if to is fmt:
         return x
-    code = x.qdata.view(torch.uint8)
+    code, scale = x.qdata.view(torch.uint8), decode_scale(x.scale)
     top = code.bitwise_and(0x7F) >= (0x7F if fmt.kind == "e4m3" else 0x7C)  # NaN or Inf in fn
     if to.flavour == "fnuz":
-        kept = torch.where(code == 0x80, 0x00, torch.where(top, 0x80, code))
-        scale = decode_scale(x.scale) * 2.0
-        anew = ~scale.isfinite()
+        code = torch.where(code == 0x80, 0x00, torch.where(top, 0x80, code))
+        moved = scale * 2.0
+        cast = ~moved.isfinite()
     else:
-        kept = torch.where(code == 0x80, 0x7F, code)
-        scale = decode_scale(x.scale) * 0.5
-        anew = ~(scale >= 2.0**-127) | (block_amax(top.to(torch.float32), block) > 0)
-    microscaled = x.scale.dtype == E8M0.dtype
-    mode = "e8m0_rceil" if microscaled else "fp32"
-    values = torch.ops.float8.dequantize(x.qdata, x.scale, block, torch.float32)
-    data, rescale = torch.ops.float8.quantize(values, block, to.dtype, mode)
-    scale = torch.where(anew, decode_scale(rescale), scale)
-    scale = scale_layout(encode_e8m0(scale) if microscaled else scale, block)
-    kept = torch.where(broadcast_scale(anew, x.shape, block), data.view(torch.uint8), kept)
-    return Float8TrainingTensor(kept.to(torch.uint8).view(to.dtype), scale, block, x.orig_dtype)
+        code = torch.where(code == 0x80, 0x7F, code)
+        moved = scale * 0.5
+        cast = ~(moved >= 2.0**-127) | (block_amax(top.to(torch.float32), block) > 0)
+    values = x.qdata.to(torch.float32)
+    values = torch.where(values.abs() <= to.max, values, float("nan")).to(to.dtype)
+    code = torch.where(broadcast_scale(cast, x.shape, block), values.view(torch.uint8), code)
+    scale = torch.where(cast, scale, moved)
+    scale = scale_layout(encode_e8m0(scale) if x.scale.dtype == E8M0.dtype else scale, block)
+    return Float8TrainingTensor(code.to(torch.uint8).view(to.dtype), scale, block, x.orig_dtype)
 
 
 torch.serialization.add_safe_globals([Float8TrainingTensor, _rebuild])

@@ -140,10 +140,12 @@ def _cut(op: Op, x: Float8TrainingTensor, dim: int, start: int, end: int, step: 
     n, b = x.shape[dim], x.block[dim]
     if b == FULL or (start == 0 and end == n and step == 1):
         return x.scale
-    if b == 1:
+    if start >= end:
+        at = 0, 0, 1
+    elif b == 1:
         at = start, end, step
     elif b >= n:  # one block
-        at = 0, 1 if start < end else 0, 1
+        at = 0, 1, 1
     elif step == 1 and start % b == 0 and (end % b == 0 or end == n):
         at = start // b, num_blocks(end, b), 1
     else:
@@ -212,10 +214,11 @@ def cat(op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Float8TrainingTensor
         refuse(op, first, f"{why}, or one is high precision")
     qdata = op([t.qdata for t in parts], dim)  # checks dim and shapes
     b = first.block[dim]
-    if b == FULL:
-        if not all(_same_memory(t.scale, first.scale) for t in parts):
+    if b == FULL or b >= qdata.shape[dim]:  # one block
+        if all(_same_memory(t.scale, first.scale) for t in parts):
+            return first.replace(qdata=qdata, scale=first.scale.clone())
+        if b == FULL:
             refuse(op, first, f"dimension {dim} is one block, but its parts do not share one scale")
-        return first.replace(qdata=qdata, scale=first.scale.clone())
     if any(t.shape[dim] % b != 0 for t in parts[:-1]):
         refuse(op, first, f"a part before the last is no multiple of {b} along dimension {dim}")
     return first.replace(qdata=qdata, scale=op([t.scale for t in parts], dim))
