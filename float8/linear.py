@@ -17,14 +17,26 @@ from .kernels.quantize import CastPlan
 from .recipe import ROWWISE, Plan, Plans, Recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
 
-def _cast(x: Tensor, cast: CastPlan, orig_dtype: torch.dtype) -> Float8TrainingTensor:
-    data, scale = torch.ops.float8.quantize(x, *cast)
-    return Float8TrainingTensor(data, scale, cast.block, orig_dtype)
+Parts = tuple[Tensor, Tensor | None] | tuple[None, None]  # (data, scale); (x, None) in high precision
 
 
-def _mm(a: Float8TrainingTensor, b: Float8TrainingTensor, plan: Plan) -> Tensor:
+def _cast(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> tuple[Parts, Parts]:
+    """FP8 parts of x and of its transpose, together where both are asked for; (None, None) for a cast that is None."""
+    if cast is not None and cast_t is not None:
+        data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(x, *cast, *cast_t)
+        return (data, scale), (data_t, scale_t)
+    one: Parts = (None, None) if cast is None else torch.ops.float8.quantize(x, *cast)
+    other: Parts = (None, None) if cast_t is None else torch.ops.float8.quantize(x.t(), *cast_t)
+    return one, other
+
+
+def _mm(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
     """a [rows, contraction] times b [columns, contraction] transposed."""
-    return multiply(a, b.t(), plan.impl, fast_accum=plan.fast_accum)  # type: ignore[arg-type]
+    left, right = (
+        Float8TrainingTensor(data, scale, cast.block, dtype)
+        for (data, scale), cast in ((a, plan.a), (b, plan.b))
+    )
+    return multiply(left, right.t(), plan.impl, fast_accum=plan.fast_accum)
 
 
 class _Linear(torch.autograd.Function):
@@ -44,24 +56,21 @@ class _Linear(torch.autograd.Function):
         dtype = x_MK.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         forward, dgrad, wgrad = plans
-        if forward is None:
-            y_MN = torch.mm(x_MK, w_NK.to(dtype).t())
-        else:
-            w = _cast(w_NK, forward.b, dtype) if cached_NK is None else cached_NK
-            y_MN = _mm(_cast(x_MK, forward.a, dtype), w, forward)
-
-        x_saved: tuple[Tensor | None, Tensor | None] = (None, None)
-        w_saved: tuple[Tensor | None, Tensor | None] = (None, None)
-        if needs_gw:
-            x_saved = (x_MK, None) if wgrad is None else torch.ops.float8.quantize(x_MK.t(), *wgrad.b)
-        if needs_gx:
-            if cached_KN is not None:
-                w_saved = (cached_KN.qdata, cached_KN.scale)
-            elif dgrad is not None and save_weight:
-                w_saved = torch.ops.float8.quantize(w_NK.t(), *dgrad.b)
-            else:
-                w_saved = (w_NK, None)
-        ctx.save_for_backward(*x_saved, *w_saved)
+        keep_x = wgrad.b if needs_gw and wgrad is not None else None
+        keep_w = dgrad.b if needs_gx and dgrad is not None and save_weight and cached_KN is None else None
+        cast_w = forward.b if forward is not None and cached_NK is None else None
+        x, x_t = _cast(x_MK, None if forward is None else forward.a, keep_x)
+        w, w_t = _cast(w_NK, cast_w, keep_w)
+        if cached_NK is not None:
+            w = (cached_NK.qdata, cached_NK.scale)
+        if cached_KN is not None and needs_gx:
+            w_t = (cached_KN.qdata, cached_KN.scale)
+        y_MN = torch.mm(x_MK, w_NK.to(dtype).t()) if forward is None else _mm(x, w, forward, dtype)
+        if needs_gw and wgrad is None:
+            x_t = (x_MK, None)
+        if needs_gx and w_t[0] is None:
+            w_t = (w_NK, None)
+        ctx.save_for_backward(*x_t, *w_t)
         ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_NK.dtype
         return y_MN
 
@@ -70,23 +79,21 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         x, x_scale, w, w_scale = ctx.saved_tensors
         dtype = ctx.dtype
+        needs_gx, needs_gw = ctx.needs_input_grad[:2]
         _, dgrad, wgrad = ctx.plans
+        g, g_t = _cast(
+            g_MN, dgrad.a if needs_gx and dgrad is not None else None, wgrad.a if needs_gw and wgrad is not None else None
+        )
         gx_MK = gw_NK = None
-        if ctx.needs_input_grad[0]:
+        if needs_gx:
             if dgrad is None:
                 gx_MK = torch.mm(g_MN, w.to(dtype))
-            elif w_scale is None:
-                gx_MK = _mm(_cast(g_MN, dgrad.a, dtype), _cast(w.t(), dgrad.b, dtype), dgrad)
             else:
-                w_KN = Float8TrainingTensor(w, w_scale, dgrad.b.block, dtype)
-                gx_MK = _mm(_cast(g_MN, dgrad.a, dtype), w_KN, dgrad)
-        if ctx.needs_input_grad[1]:
-            if wgrad is None:
-                gw_NK = torch.mm(g_MN.t(), x)
-            else:
-                x_KM = Float8TrainingTensor(x, x_scale, wgrad.b.block, dtype)
-                gw_NK = _mm(_cast(g_MN.t(), wgrad.a, dtype), x_KM, wgrad)
-            gw_NK = gw_NK.to(ctx.w_dtype)
+                w_t = _cast(w, None, dgrad.b)[1] if w_scale is None else (w, w_scale)
+                gx_MK = _mm(g, w_t, dgrad, dtype)
+        if needs_gw:
+            product = torch.mm(g_MN.t(), x) if wgrad is None else _mm(g_t, (x, x_scale), wgrad, dtype)
+            gw_NK = product.to(ctx.w_dtype)
         return gx_MK, gw_NK, None, None, None, None
 
 
@@ -104,9 +111,10 @@ class CachedWeight(NamedTuple):
     @torch.no_grad()
     def of(weight: Tensor, recipe: Recipe) -> CachedWeight:
         forward, dgrad, _ = recipe.plan(weight.device)
-        w_NK = None if forward is None else _cast(weight, forward.b, weight.dtype)
-        w_KN = None if dgrad is None else _cast(weight.t(), dgrad.b, weight.dtype)
-        return CachedWeight(w_NK, w_KN, weight, weight._version, recipe)
+        copies = []
+        for plan, (data, scale) in zip((forward, dgrad), _cast(weight, forward and forward.b, dgrad and dgrad.b), strict=True):
+            copies.append(None if plan is None else Float8TrainingTensor(data, scale, plan.b.block, weight.dtype))
+        return CachedWeight(*copies, weight, weight._version, recipe)
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
         """Raise RuntimeError unless the copies are of this weight as it is now, made for this recipe."""
@@ -176,6 +184,10 @@ def _linear(
     return y if bias is None else (y + bias).to(y.dtype)
 
 
+def _record(layer: Float8Linear, run: tuple[str, str, str]) -> None:
+    layer.last_run = run
+
+
 class Float8Linear(nn.Linear):
     """``nn.Linear`` whose GEMMs run as ``recipe`` says. Its parameters are plain; so is its state dict.
 
@@ -204,7 +216,13 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         plans = self.recipe.plan(input.device)
         forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
-        self.last_run = (forward, dgrad, wgrad)
+        if torch.compiler.is_compiling():
+            # Dynamo takes no change of an attribute inside a checkpointed region, as it could change what is recomputed;
+            # this one does not.
+            unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+            unchecked(_record, self, (forward, dgrad, wgrad))
+        else:
+            _record(self, (forward, dgrad, wgrad))
         if self.cached is not None and not torch.compiler.is_compiling():
             self.cached.check(self.weight, self.recipe)
         return _linear(input, self.weight, self.bias, self.recipe, plans, self.cached)
