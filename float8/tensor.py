@@ -114,6 +114,13 @@ class Float8TrainingTensor(torch.Tensor):
     ) -> Float8TrainingTensor:
         return _build(inner["qdata"], inner["scale"], *meta)
 
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """What torch.compile takes as the gradient of an FP8 output: a plain tensor. It asks for a
+        wrapper's parts next, so this one says that it has none."""
+        tangent: Any = torch.empty_like(self)
+        tangent.__tensor_flatten__ = lambda: ((), None)
+        return tangent  # type: ignore[no-any-return]
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # As bytes: plain pickle cannot write FP8 storages (torch 2.11 to 2.14).
         scale = self.scale.view(torch.uint8) if self.scale.dtype == E8M0.dtype else self.scale
@@ -179,7 +186,6 @@ def _build(
         Float8TrainingTensor,
         data.shape,
         strides=data.stride(),
-        storage_offset=data.storage_offset(),
         dtype=orig_dtype,
         layout=data.layout,
         device=data.device,
