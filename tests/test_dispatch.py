@@ -330,6 +330,7 @@ MUST_REFUSE: list[tuple[tuple[int, ...], Block, Function]] = [
     ((16, 64), ROWWISE, lambda x: x[positions(x, [0, 1]), positions(x, [0, 1])]),
     ((16, 64), ROWWISE, lambda x: x.as_strided((8, 64), (128, 1))),
     ((16, 64), ROWWISE, lambda x: x.as_strided((16, 64), (64, 1), 1)),
+    ((16, 64), ROWWISE, lambda x: x[4:].as_strided((12, 64), (64, 1), 4 * 64)),
     ((16, 64), ROWWISE, lambda x: x.view(torch.uint8)),
     ((16, 64), ROWWISE, lambda x: x.view(E4M3FNUZ.dtype)),
     ((16, 64), ROWWISE, lambda x: x.double()),
