@@ -1282,6 +1282,10 @@ def test_a_tied_weight_never_becomes_a_float8_weight() -> None:
     )
     assert type(model["embed"].weight) is nn.Parameter
 
+    twins = nn.ModuleDict({"a": Experts(), "b": Experts()})
+    twins["b"].w1 = twins["a"].w1
+    assert list(convert(twins).converted) == ["a.w2", "b.w2"]
+
 
 def mixed() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 32), MyLinear(32, 32), Experts())
@@ -1353,6 +1357,51 @@ def test_float8_weights_come_before_data_parallel() -> None:
         parallel = nn.parallel.DistributedDataParallel(model)
         parallel(torch.randn(16, 32)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_fully_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded(model: nn.Module) -> nn.Module:
+        fully_shard(model[3], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    with one_process_group():
+        mesh, x = init_device_mesh("cpu", (1,)), torch.randn(16, 32)
+        model = sharded(nn.Sequential(*mixed(), nn.Linear(32, 32)))
+        report = convert(model)
+        assert report.converted == {"0": ("rowwise", "Float8Linear")}
+        reasons = [report.skipped[name] for name in ("1", "2.w1", "3")]
+        messages = [raised(lambda: cached_weights(model).__enter__())]
+        model(x).sum().backward()
+        assert summary(model).layers[0].last_run == ("torch",) * 3
+        revert(model)
+        assert type(model[0]) is nn.Linear
+
+        model = nn.Sequential(*mixed(), nn.Linear(32, 32))
+        convert(model)
+        expected = model(x)
+        model = sharded(model)
+        assert_same_bytes(model(x), expected)
+        fp8 = {layer.name: layer.last_run for layer in summary(model).layers if layer.recipe}
+        assert fp8 == dict.fromkeys(("0", "1", "2.w1", "2.w2", "3"), ("torch",) * 3)
+        messages.append(raised(lambda: convert(model)))
+        messages.append(raised(lambda: revert(model)))
+        messages.append(raised(lambda: revert(model[1])))
+        assert summary(model).fp8 == 5
+    assert_expected_inline(
+        "\n".join(reasons + messages),
+        """\
+its weight is sharded already: convert before that
+its weight is sharded already: convert before that
+fully_shard made it a FSDPLinear: convert before that
+Layer '0' has a sharded weight (DTensor), of which there is no whole to cast; train without cached_weights
+Layer '0' is in FP8 already; float8.revert(model), then convert as you like
+Layer '3' is of class FSDPFloat8Linear, which something (fully_shard, parametrize, ...) derived from Float8Linear; revert before that""",  # noqa: E501
+    )
 
 
 def test_a_graph_that_waits_for_backward() -> None:
