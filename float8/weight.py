@@ -9,6 +9,7 @@ Letters: B batch or experts, M rows of x, N out features, K the contraction.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 
 from .devices import assumed_device
 from .linear import _linear
@@ -40,8 +40,8 @@ class Float8Weight(torch.Tensor):
 
     Products: ``F.linear``, ``@``, ``torch.matmul``, ``mm``, ``bmm``, ``mv``, ``addmm``, ``baddbmm``
     and ``torch.einsum`` of two operands, with the weight on either side, meaning what they mean in
-    torch. Views, casts and copies of it (``t``, ``w[e]``, ``chunk``, ``to``, ``clone``, ``cat`` with
-    weights of its recipe, ...) are Float8Weights; results of other ops are plain tensors. Other ops
+    torch. Views, casts and copies of it (``t``, ``w[e]``, ``chunk``, ``to``, ``clone``, ``cat`` of
+    weights of one recipe, ...) are Float8Weights; results of other ops are plain tensors. Other ops
     that multiply matrices raise NotImplementedError: ``plain()`` multiplies in high precision.
 
     Args:
@@ -107,6 +107,13 @@ class Float8Weight(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and not kwargs.get("materialize_grads"):
+            # Products that a checkpoint repeats in backward are to come here too: neither disable
+            # this function meanwhile, nor be called again.
+            edge = torch.autograd.graph.get_gradient_edge
+            return func(
+                *_each(args, lambda t: edge(t) if isinstance(t, Float8Weight) else t), **kwargs
+            )
         product = _PRODUCTS.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             if product is None:
@@ -121,36 +128,38 @@ class Float8Weight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch._ops.OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        # Under inference_mode composite ops arrive whole.
-        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
-            return result
+        kwargs, kind = kwargs or {}, _kind(func)
+        if kind == "composite":  # under inference_mode these arrive whole
+            return func.decompose(*args, **kwargs)
         weights: list[Float8Weight] = []
 
-        def unwrap(w: Float8Weight) -> Tensor:
-            weights.append(w)
-            return w.original
+        def unwrap(t: Tensor) -> Tensor:
+            if not isinstance(t, Float8Weight):
+                return t
+            weights.append(t)
+            return t.original
 
-        plain_args, plain_kwargs = tree_map_only(Float8Weight, unwrap, (args, kwargs))
-        w, name = weights[0], func._schema.name.split("::")[1]
-        if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
-            raise NotImplementedError(f"{name} reshapes a Float8Weight in place; take a view of it")
-        if not _MULTIPLIES.isdisjoint(name.split("_")):
-            raise NotImplementedError(_refusal(name, w))
+        plain_args = _each(args, unwrap)
+        plain_kwargs = {name: _each(value, unwrap) for name, value in kwargs.items()}
+        w = weights[0]
+        if kind == "multiplies" or kind == "reshapes":
+            raise NotImplementedError(_refusal(func, kind, w))
         out = func(*plain_args, **plain_kwargs)
-        if func._schema.is_mutable:
+        if kind == "writes":
             wrapper = {id(w.original): w for w in weights}
             _count_writes(func, plain_args, plain_kwargs, wrapper.keys())
-            return tree_map_only(Tensor, lambda t: wrapper.get(id(t), t), out)
-        stays = func.is_view and func is not aten.view.dtype
-        if func in _JOINS:
-            stays = [type(t) for t in args[0]] == [type(w)] * len(args[0]) and all(
-                other.recipe == w.recipe for other in weights
-            )
-        if not (stays or func in _COPIES):
+            return _each(out, lambda t: wrapper.get(id(t), t))
+        if kind == "joins" and (
+            len(weights) < len(args[0]) or any(other.recipe != w.recipe for other in weights)
+        ):
+            return out
+        if kind == "other":
             return out
         with torch.inference_mode(w.is_inference()):  # autograd wants views to be as their base is
-            return tree_map_only(Tensor, lambda t: _like(w, t) if _is_high_precision(t) else t, out)
+            out = _each(out, lambda t: _like(w, t) if _is_high_precision(t) else t)
+        if kind == "views" and torch.compiler.is_compiling():
+            return return_and_correct_aliasing(func, args, kwargs, out)
+        return out
 
     # FSDP2 gathers the shards, padded to one size, in high precision, into a Float8Weight.
 
@@ -169,19 +178,17 @@ class Float8Weight(torch.Tensor):
         return (_like(self, gathered[0]), gathered) if out is None else None
 
 
-_JOINS = frozenset({aten.cat.default, aten.stack.default})
-_COPIES = frozenset(
-    {
-        aten.clone.default,
-        aten._to_copy.default,
-        aten._unsafe_view.default,
-        aten._pin_memory.default,
-        aten.index.Tensor,
-        aten.index_select.default,
-        aten.empty_like.default,  # for to_empty; zeros_like, optimisers' states, is plain
-        aten.new_empty.default,  # FSDP2's empty and padded shards
-        aten.new_zeros.default,
-    }
+_JOINS = (aten.cat.default, aten.stack.default)
+_COPIES = (
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten._pin_memory.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.empty_like.default,  # for to_empty; zeros_like, optimisers' states, is plain
+    aten.new_empty.default,  # FSDP2's empty and padded shards
+    aten.new_zeros.default,
 )
 # An op with one of these words in its name multiplies matrices, or could.
 _MULTIPLIES = frozenset(
@@ -190,14 +197,43 @@ _MULTIPLIES = frozenset(
 )
 
 
-def _refusal(name: str, w: Float8Weight) -> str:
-    use = "F.linear, @, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two operands; not in torch.func"
-    if "grouped" in name:
+@functools.cache
+def _kind(func: Any) -> str:
+    """What an op is to a Float8Weight."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return "composite"
+    if not _MULTIPLIES.isdisjoint(func._opname.split("_")):
+        return "multiplies"
+    if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+        return "reshapes"
+    if func._schema.is_mutable:
+        return "writes"
+    if func.is_view and func is not aten.view.dtype:
+        return "views"
+    return "joins" if func in _JOINS else "copies" if func in _COPIES else "other"
+
+
+def _refusal(func: Any, kind: str, w: Float8Weight) -> str:
+    if kind == "reshapes":
+        return f"{func._opname} reshapes a Float8Weight in place; take a view of it instead"
+    use = "F.linear, @, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two; not in torch.func"
+    if "grouped" in func._opname:
         use = "F.linear(x[start:end], w[e]) for each expert e, or bmm"
     return (
-        f"{name} does not multiply a Float8Weight (shape {tuple(w.shape)}, recipe {w.recipe.name}) "
-        f"in FP8. What does: {use}. Pass weight.plain() to multiply in high precision."
+        f"{func._opname} does not multiply a Float8Weight (shape {tuple(w.shape)}, recipe "
+        f"{w.recipe.name}) in FP8. What does: {use}. Pass weight.plain() to multiply in high "
+        "precision."
     )
+
+
+def _each(t: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``t``, a nest of lists and tuples, with its tensors changed; quicker than pytree."""
+    if isinstance(t, Tensor):
+        return change(t)
+    if isinstance(t, list | tuple):
+        parts = [_each(part, change) for part in t]
+        return parts if isinstance(t, list) else tuple(parts)
+    return t
 
 
 def _is_high_precision(t: Tensor) -> bool:
@@ -245,13 +281,17 @@ def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
 
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            tree_map_only(Tensor, count, args[i] if i < len(args) else kwargs.get(argument.name))
+            _each(args[i] if i < len(args) else kwargs.get(argument.name), count)
 
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, w: Float8Weight) -> Tensor:
+    def forward(w: Float8Weight) -> Tensor:
         return w.original.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Its presence lets functorch pass, so that what float8.linear says of it is heard."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -376,24 +416,29 @@ def _added(
 
 
 def _plus(y: Tensor, c: Tensor | None, beta: float = 1) -> Tensor:
-    if c is None:
-        return y
-    if torch.is_autocast_enabled(y.device.type):
-        c = c.to(y.dtype)
-    elif c.dtype != y.dtype:
-        raise ValueError(f"cannot add {c.dtype} to a product in {y.dtype}; bring both to one dtype")
-    return torch.add(y, c, alpha=beta)
+    """In the higher precision of the two, as float8.linear adds a bias; of y's dtype."""
+    return y if c is None else torch.add(y, c, alpha=beta).to(y.dtype)
 
 
 def _plain(t: Any) -> Any:
     return t.plain() if isinstance(t, Float8Weight) else t
 
 
-_PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    F.linear: _linear_form,
-    torch.einsum: _einsum,
-}
-_spellings: dict[tuple[Any, ...], Callable[..., Tensor]] = {
+def _set_data(w: Float8Weight, value: Tensor) -> None:
+    """``w.data = value``"""
+    value = _plain(value).detach()
+    have, want = ((t.shape, t.stride(), t.dtype, t.device) for t in (value, w.original))
+    if have != want:
+        raise NotImplementedError(
+            f"a Float8Weight's .data keeps its shape, strides, dtype and device: {want}, not {have}"
+        )
+    w.original = value
+
+
+_FORMS: dict[tuple[Any, ...], Callable[..., Any]] = {
+    (Tensor.data.__set__,): _set_data,  # type: ignore[attr-defined]
+    (F.linear,): _linear_form,
+    (torch.einsum,): _einsum,
     (torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__): _matmul,
     (torch.mm, Tensor.mm): lambda input, mat2: _contract("mk,kn->mn", input, mat2),
     (torch.bmm, Tensor.bmm): lambda input, mat2: _contract("bmk,bkn->bmn", input, mat2),
@@ -405,7 +450,7 @@ _spellings: dict[tuple[Any, ...], Callable[..., Tensor]] = {
         torch.baddbmm, "bmk,bkn->bmn", input, batch1, batch2, beta, alpha
     ),
 }
-_PRODUCTS.update((op, form) for ops, form in _spellings.items() for op in ops)
+_PRODUCTS = {spelling: form for spellings, form in _FORMS.items() for spelling in spellings}
 
 
 # ----------------------------------------------------------------------------------------- modules

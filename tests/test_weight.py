@@ -1,0 +1,1210 @@
+"""Float8Weight: every way of multiplying it, what its views keep, its life inside modules.
+
+Shape letters: B batch or experts, M rows of x, N out features, K the contraction. x input, w weight.
+"""
+
+import copy
+import dataclasses
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import float8
+from float8 import BLOCKWISE, MXFP8, RECIPES, ROWWISE, ROWWISE_WGRAD_HP, TENSORWISE, Recipe
+from float8.testing import assert_same_bytes, needs, saved_bytes, sqnr
+from float8.weight import Float8Weight, unwrap_parameter, wrap_parameter
+
+DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
+NAMED = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+BF16 = torch.bfloat16
+Multiply = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor, Multiply], Tensor]  # of x, w and a linear of two matrices
+
+
+class Layer(nn.Module):
+    """A module with its own way to multiply its weight."""
+
+    def __init__(
+        self, multiply: Multiply = F.linear, shape: tuple[int, ...] = (64, 32), **kind: Any
+    ) -> None:
+        super().__init__()
+        self.multiply = multiply
+        self.weight = nn.Parameter(torch.randn(shape, **{"dtype": BF16, **kind}))
+        self.bias = nn.Parameter(torch.randn(shape[-2], **{"dtype": BF16, **kind}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.weight)
+
+
+def wrapped(multiply: Multiply = F.linear, recipe: Recipe = ROWWISE, **kind: Any) -> Layer:
+    layer = Layer(multiply, **kind)
+    wrap_parameter(layer, "weight", recipe)
+    return layer
+
+
+def inner(layer: nn.Module) -> Tensor:
+    """The plain tensor in a layer's weight."""
+    assert isinstance(layer.weight, Float8Weight)
+    return layer.weight.original
+
+
+def step(f: Multiply, x: Tensor, w: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    """f(x, w), its gradients, and the gradient of the result they are for."""
+    x = x.detach().requires_grad_()
+    y = f(x, w)
+    grad = torch.randn_like(y) if grad is None else grad
+    return (y.detach(), *torch.autograd.grad(y, (x, w), grad), grad)
+
+
+def error(f: Callable[[], Any], kind: type[Exception] = NotImplementedError) -> str:
+    with pytest.raises(kind) as caught:
+        f()
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def each(x: Tensor, w: Tensor, lin: Multiply) -> Tensor:
+    """x [B, M, K], w [B, N, K]: one linear after the other."""
+    return torch.stack([lin(a, b) for a, b in zip(x.unbind(), w.unbind(), strict=True)])
+
+
+def to_all(x: Tensor, w: Tensor, lin: Multiply) -> Tensor:
+    """x [M, K] or [K] to every matrix of w [B, N, K]: one linear, to B * N columns."""
+    return lin(x, w.flatten(0, 1)).unflatten(-1, w.shape[:2]).movedim(-2, 0)
+
+
+def c(x: Tensor) -> Tensor:
+    """An addend [N]."""
+    return torch.linspace(-2, 2, 48, dtype=BF16, device=x.device)
+
+
+K, MK, KM, NK, KN = (40,), (6, 40), (40, 6), (48, 40), (40, 48)
+SMK, BMK, BKM, BNK, BKN = (2, 3, 40), (3, 6, 40), (3, 40, 6), (3, 48, 40), (3, 40, 48)
+
+# name, product, the same by linears of matrices, shapes of x and w
+PRODUCTS: list[tuple[str, Multiply, Product, tuple[int, ...], tuple[int, ...]]] = [
+    ("F.linear", F.linear, lambda x, w, lin: lin(x, w), SMK, NK),
+    ("linear, bias", lambda x, w: F.linear(x, w, c(x)), lambda x, w, lin: lin(x, w) + c(x), MK, NK),
+    (
+        "linear, keywords",
+        lambda x, w: F.linear(bias=c(x), weight=w, input=x),
+        lambda x, w, lin: lin(x, w) + c(x),
+        MK,
+        NK,
+    ),
+    ("linear, row", lambda x, w: F.linear(x, w[0]), lambda x, w, lin: lin(x, w[:1])[:, 0], MK, NK),
+    ("linear, w first", lambda x, w: F.linear(w, x), lambda x, w, lin: lin(x, w).mT, MK, NK),
+    ("mm", torch.mm, lambda x, w, lin: lin(x, w.t()), MK, KN),
+    (
+        "mm, keywords",
+        lambda x, w: torch.mm(mat2=w, input=x),
+        lambda x, w, lin: lin(x, w.t()),
+        MK,
+        KN,
+    ),
+    ("x.mm", lambda x, w: x.mm(w), lambda x, w, lin: lin(x, w.t()), MK, KN),
+    ("w.mm", lambda x, w: w.mm(x), lambda x, w, lin: lin(x.t(), w).t(), KM, NK),
+    ("x @ w", lambda x, w: x @ w, lambda x, w, lin: lin(x, w.t()), SMK, KN),
+    ("x @ w, square", lambda x, w: x @ w, lambda x, w, lin: lin(x, w.t()), MK, (40, 40)),
+    ("x @ w.t()", lambda x, w: x @ w.t(), lambda x, w, lin: lin(x, w), MK, NK),
+    ("w @ x", lambda x, w: w @ x, lambda x, w, lin: lin(x.mT, w).mT, BKM, NK),
+    ("vector @ w", lambda x, w: x @ w, lambda x, w, lin: lin(x, w.t()), K, KN),
+    ("w @ vector", lambda x, w: w @ x, lambda x, w, lin: lin(x, w), K, NK),
+    ("x @ row", lambda x, w: x @ w[1], lambda x, w, lin: lin(x, w[1:2])[..., 0], BMK, NK),
+    ("row @ x", lambda x, w: w[1] @ x, lambda x, w, lin: lin(x.mT, w[1:2])[..., 0], KM, NK),
+    ("row @ vector", lambda x, w: w[1] @ x, lambda x, w, lin: lin(x, w[1:2])[0], K, NK),
+    ("mv", lambda x, w: torch.mv(w, x), lambda x, w, lin: lin(x, w), K, NK),
+    ("w.mv", lambda x, w: w.mv(vec=x), lambda x, w, lin: lin(x, w), K, NK),
+    ("vector.mv", lambda x, w: x.mv(w[0]), lambda x, w, lin: lin(x, w[:1])[..., 0], MK, NK),
+    ("linalg.matmul", torch.linalg.matmul, lambda x, w, lin: lin(x, w.t()), SMK, KN),
+    ("bmm", torch.bmm, lambda x, w, lin: each(x, w.mT, lin), BMK, BKN),
+    ("w.bmm", lambda x, w: w.bmm(x), lambda x, w, lin: each(x.mT, w, lin).mT, BKM, BNK),
+    ("matmul, batches", torch.matmul, lambda x, w, lin: each(x, w.mT, lin), BMK, BKN),
+    ("x @ w, every w", torch.matmul, lambda x, w, lin: to_all(x, w.mT, lin), MK, BKN),
+    ("vector @ w, every w", torch.matmul, lambda x, w, lin: to_all(x, w.mT, lin), K, BKN),
+    ("w @ vector, every w", lambda x, w: w @ x, lambda x, w, lin: to_all(x, w, lin), K, BNK),
+    ("x @ w, every x", torch.matmul, lambda x, w, lin: lin(x, w[0].t()), BMK, (1, 40, 48)),
+    (
+        "addmm",
+        lambda x, w: torch.addmm(c(x), x, w, beta=0.5, alpha=2),
+        lambda x, w, lin: 2 * lin(x, w.t()) + 0.5 * c(x),
+        MK,
+        KN,
+    ),
+    (
+        "addmm, keywords",
+        lambda x, w: torch.addmm(mat2=w.T, mat1=x, input=c(x)),
+        lambda x, w, lin: lin(x, w) + c(x),
+        MK,
+        NK,
+    ),
+    (
+        "c.addmm, beta 0",
+        lambda x, w: (c(x) * torch.nan).addmm(x, w.mT, beta=0),
+        lambda x, w, lin: lin(x, w),
+        MK,
+        NK,
+    ),
+    (
+        "baddbmm",
+        lambda x, w: torch.baddbmm(c(x), x, w, beta=0.5, alpha=2),
+        lambda x, w, lin: 2 * each(x, w.mT, lin) + 0.5 * c(x),
+        BMK,
+        BKN,
+    ),
+    (
+        "einsum",
+        lambda x, w: torch.einsum("...k, nk -> ...n", x, w),
+        lambda x, w, lin: lin(x, w),
+        SMK,
+        NK,
+    ),
+    (
+        "einsum, w first",
+        lambda x, w: torch.einsum("nk,bmk->bmn", w, x),
+        lambda x, w, lin: lin(x, w),
+        SMK,
+        NK,
+    ),
+    (
+        "einsum without a result",  # its labels are in the order of the alphabet
+        lambda x, w: torch.einsum("mk,ka", [x, w]),
+        lambda x, w, lin: lin(x, w.t()).t(),
+        MK,
+        KN,
+    ),
+    (
+        "einsum, labels in lists",
+        lambda x, w: torch.einsum(x, [..., 2], w, [1, 2], [..., 1]),
+        lambda x, w, lin: lin(x, w),
+        SMK,
+        NK,
+    ),
+    (
+        "einsum, experts",
+        lambda x, w: torch.einsum("emk,enk->men", x, w),
+        lambda x, w, lin: each(x, w, lin).transpose(0, 1),
+        BMK,
+        BNK,
+    ),
+    (
+        "einsum, batches in an ellipsis",
+        lambda x, w: torch.einsum("...mk,...nk->...mn", x, w),
+        lambda x, w, lin: each(x, w, lin),
+        BMK,
+        BNK,
+    ),
+    (
+        "einsum, a letter broadcasts",
+        lambda x, w: torch.einsum("bmk,bnk->bmn", x, w),
+        lambda x, w, lin: lin(x, w[0]),
+        BMK,
+        (1, 48, 40),
+    ),
+    (
+        "einsum over two labels",
+        lambda x, w: torch.einsum("mhd,nhd->mn", x, w),
+        lambda x, w, lin: lin(x.flatten(1), w.flatten(1)),
+        (6, 4, 10),
+        (48, 4, 10),
+    ),
+    (
+        "einsum into heads",
+        lambda x, w: torch.einsum("bmk,khd->bhmd", x, w),
+        lambda x, w, lin: lin(x, w.flatten(1).t()).unflatten(-1, (4, 12)).transpose(1, 2),
+        SMK,
+        (40, 4, 12),
+    ),
+    (
+        "einsum that sums x first",
+        lambda x, w: torch.einsum("bmk,nk->mn", x, w),
+        lambda x, w, lin: lin(x.sum(0), w),
+        SMK,
+        NK,
+    ),
+    (
+        "view",
+        lambda x, w: F.linear(x, w.view(-1, 40)),
+        lambda x, w, lin: lin(x, w.view(-1, 40)),
+        MK,
+        (2, 24, 40),
+    ),
+    ("expert", lambda x, w: x @ w[1].T, lambda x, w, lin: lin(x, w[1]), MK, BNK),
+    (
+        "experts by index",
+        lambda x, w: torch.bmm(x, w[torch.tensor([2, 0], device=w.device)].mT),
+        lambda x, w, lin: each(x, torch.stack([w[2], w[0]]), lin),
+        (2, 6, 40),
+        BNK,
+    ),
+    (
+        "chunks",
+        lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(3)], -1),
+        lambda x, w, lin: torch.cat([lin(x, part) for part in w.chunk(3)], -1),
+        MK,
+        NK,
+    ),
+    ("columns", lambda x, w: x @ w[:, 8:32], lambda x, w, lin: lin(x, w[:, 8:32].t()), MK, KN),
+    (
+        "rows joined",
+        lambda x, w: F.linear(x, torch.cat([w[24:], w[:24]])),
+        lambda x, w, lin: lin(x, torch.cat([w[24:], w[:24]])),
+        MK,
+        NK,
+    ),
+    (
+        "another dtype",
+        lambda x, w: F.linear(x.float(), w.float()),
+        lambda x, w, lin: lin(x.float(), w.float()),
+        MK,
+        NK,
+    ),
+]
+BY_NAME = {name: row for name, *row in PRODUCTS}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_product(name: str, device: str) -> None:
+    """Result and gradients: torch's up to FP8's noise, float8.linear's to the bit."""
+    f, by_linear, x_shape, w_shape = BY_NAME[name]
+    layer = wrapped(f, shape=w_shape, device=device)
+    x = torch.randn(x_shape, dtype=BF16, device=device)
+    plain = inner(layer).clone().requires_grad_()
+    expected = step(f, x, plain)
+    grad = expected[-1]
+    got = step(f, x, layer.weight, grad)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert type(ours) is Tensor
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert sqnr(ours, theirs) > 25
+    same = step(lambda x, w: by_linear(x, w, float8.linear), x, plain, grad)
+    for ours, theirs in zip(got, same, strict=True):
+        assert_same_bytes(ours, theirs)
+    assert layer.weight.last_run is not None
+
+
+@NAMED
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "multiply",
+    [F.linear, lambda x, w: x @ w.t(), lambda x, w: (w @ x.mT).mT],
+    ids=["F", "@", "w @"],
+)
+def test_each_recipe_is_the_linears(recipe: Recipe, multiply: Multiply, device: str) -> None:
+    layer = wrapped(multiply, recipe, shape=(160, 288), device=device)
+    x = torch.randn(5, 3, 288, dtype=BF16, device=device)
+    y, gx, gw, grad = step(multiply, x, layer.weight)
+    plain = inner(layer).clone().requires_grad_()
+    expected = step(lambda x, w: float8.linear(x, w, recipe=recipe), x, plain, grad)
+    for ours, theirs in zip((y, gx, gw), expected, strict=False):
+        assert_same_bytes(ours, theirs)
+
+
+@NAMED
+def test_bias_is_added_in_every_recipe(recipe: Recipe) -> None:
+    layer = wrapped(recipe=recipe)
+    x = torch.randn(6, 32, dtype=BF16)
+    y = F.linear(x, layer.weight, layer.bias)
+    assert_same_bytes(y, F.linear(x, layer.weight) + layer.bias)
+    y.sum().backward()
+    assert_same_bytes(layer.bias.grad, torch.full_like(layer.bias, 6))
+
+
+@NAMED
+def test_float8_linear_takes_a_float8_weight(recipe: Recipe) -> None:
+    """By its own recipe, as with a plain weight."""
+    layer = wrapped(recipe=TENSORWISE)
+    x = torch.randn(6, 32, dtype=BF16)
+    got = step(lambda x, w: float8.linear(x, w, layer.bias, recipe=recipe), x, layer.weight)
+    plain = inner(layer).clone().requires_grad_()
+    expected = step(lambda x, w: float8.linear(x, w, layer.bias, recipe=recipe), x, plain, got[-1])
+    for ours, theirs in zip(got, expected, strict=True):
+        assert type(ours) is Tensor
+        assert_same_bytes(ours, theirs)
+
+
+@pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
+def test_gemm_in_high_precision(which: str) -> None:
+    """Its result is plain torch's, and the other two are the FP8 recipe's."""
+    names = ["forward", "dgrad", "wgrad"]
+    recipe = dataclasses.replace(ROWWISE, name="partly", **{which: None})
+    x = torch.randn(6, 32, dtype=BF16)
+    layer, fp8 = wrapped(recipe=recipe), wrapped()
+    inner(fp8).copy_(inner(layer))
+    got = step(F.linear, x, layer.weight)
+    in_fp8 = step(F.linear, x, fp8.weight, got[-1])
+    in_bf16 = step(F.linear, x, inner(layer).clone().requires_grad_(), got[-1])
+    for name, ours, eight, sixteen in zip(names, got, in_fp8, in_bf16, strict=False):
+        assert_same_bytes(ours, sixteen if name == which else eight)
+        assert not torch.equal(eight, sixteen)
+    assert layer.weight.last_run == tuple(
+        "high precision" if n == which else "torch" for n in names
+    )
+
+
+def test_sizes_of_zero() -> None:
+    w = nn.Parameter(Float8Weight(torch.randn(8, 4)))
+    experts = nn.Parameter(Float8Weight(torch.randn(0, 8, 4)))
+    for x in (torch.randn(0, 4), torch.randn(2, 0, 4)):
+        y, gx, gw, _ = step(F.linear, x, w)
+        assert (y.shape, gx.shape, gw.shape) == ((*x.shape[:-1], 8), x.shape, w.shape)
+        assert not gw.any()
+    y, gx, gw, _ = step(lambda x, w: x @ w.mT, torch.randn(0, 3, 4), experts)
+    assert (y.shape, gx.shape, gw.shape) == ((0, 3, 8), (0, 3, 4), (0, 8, 4))
+    assert torch.equal(torch.ones(3, 0) @ Float8Weight(torch.ones(0, 2)), torch.zeros(3, 2))
+
+
+def test_frozen_weight_saves_no_input() -> None:
+    """Nor is the weight saved when the input needs no gradient."""
+    layer = wrapped(shape=(16, 256), dtype=torch.float32)
+    x = torch.randn(64, 256)
+    with saved_bytes() as everything:
+        layer(x.clone().requires_grad_())
+    assert everything() == x.numel() + 4 * 256 + inner(layer).nbytes  # x in FP8, its scales, w
+    with saved_bytes() as without_dgrad:
+        layer(x)
+    assert without_dgrad() == x.numel() + 4 * 256
+    layer.weight.requires_grad_(False)
+    with saved_bytes() as frozen:
+        y = layer(x.clone().requires_grad_())
+    assert frozen() == inner(layer).nbytes
+    assert y.requires_grad
+
+
+def test_autocast_quantises_the_float32_weight() -> None:
+    layer = wrapped(dtype=torch.float32)
+    x = torch.randn(6, 32)
+    w, bias = layer.weight, layer.bias
+    with torch.autocast("cpu", dtype=BF16):
+        products = [
+            F.linear(x, w, bias),
+            x @ w.t() + bias.to(BF16),
+            torch.addmm(bias.to(BF16), x, w.t()),
+            (w @ x.t()).t() + bias.to(BF16),
+            torch.einsum("mk,nk->mn", x, w) + bias.to(BF16),
+        ]
+        expected = float8.linear(x, inner(layer), bias)
+    for y in products:
+        assert_same_bytes(y, expected)
+    products[0].sum().backward()
+    assert w.grad.dtype == torch.float32
+    assert error(lambda: layer(x.to(BF16)), ValueError).startswith("x is torch.bfloat16 and the we")
+
+
+def test_gradients_add_up_over_uses_of_views() -> None:
+    layer = wrapped(shape=(3, 16, 32), dtype=torch.float32)
+    w, x = layer.weight, torch.randn(8, 32)
+    (F.linear(x, w[0]).sum() + (w[0] @ x.t()).sum() + F.linear(x, w[2]).sum()).backward()
+    expected = torch.zeros(3, 16, 32)
+    one = step(F.linear, x, w[0].detach().requires_grad_(), torch.ones(8, 16))[2]
+    expected[0], expected[2] = one + one, one
+    assert_same_bytes(w.grad, expected)
+    assert type(w.grad) is Tensor
+
+
+def test_in_place_change_before_backward_is_noticed() -> None:
+    layer = wrapped()
+    y = layer(torch.randn(6, 32, dtype=BF16, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert "modified by an inplace operation" in error(y.sum().backward, RuntimeError)
+
+
+def test_inference_mode_and_no_grad() -> None:
+    layer = wrapped(lambda x, w: torch.cat([x @ part.t() for part in w.chunk(2)], -1))
+    x = torch.randn(6, 32, dtype=BF16)
+    expected = layer(x)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_same_bytes(layer(x), expected)
+            assert isinstance(layer.weight.view(-1)[5:], Float8Weight)
+    with torch.inference_mode():
+        made_there = Float8Weight(inner(layer).clone())
+        assert_same_bytes(x @ made_there.t(), expected)
+        assert "mm does not multiply" in error(lambda: torch.tensordot(x, layer.weight.t(), 1))
+
+
+def test_checkpointing_recomputes_the_bits() -> None:
+    layer = wrapped()
+    x = torch.randn(6, 32, dtype=BF16)
+    got = step(lambda x, w: checkpoint(F.linear, x, w, use_reentrant=False), x, layer.weight)
+    for ours, theirs in zip(got, step(F.linear, x, layer.weight, got[-1]), strict=True):
+        assert_same_bytes(ours, theirs)
+
+
+class Attention(nn.Module):
+    """Weights multiplied in three ways, none by an nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(3, 4, 32, 8) / 6)
+        self.out = nn.Parameter(torch.randn(32, 32) / 6)
+        self.experts = nn.Parameter(torch.randn(2, 32, 16) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("bsk,hkd->bhsd", x, part) for part in self.qkv)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        y = torch.mm(y.flatten(0, 1), self.out)
+        return torch.stack(
+            [F.linear(y[:, 16 * e :][:, :16], w) for e, w in enumerate(self.experts)]
+        )
+
+
+def test_module_that_multiplies_its_weights_itself() -> None:
+    model = Attention()
+    reference = copy.deepcopy(model)
+    for name in ("qkv", "out", "experts"):
+        wrap_parameter(model, name)
+    x = torch.randn(2, 5, 32)
+    y, expected = model(x), reference(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    expected.backward(grad)
+    assert sqnr(y, expected) > 22  # through three products
+    for name, p in model.named_parameters():
+        assert isinstance(p, Float8Weight) and p.last_run == ("torch",) * 3
+        assert sqnr(p.grad, reference.get_parameter(name).grad) > 20
+    assert {name: type(value) for name, value in model.state_dict().items()} == {
+        "qkv": Tensor,
+        "out": Tensor,
+        "experts": Tensor,
+    }
+
+
+# ------------------------------------------------------------------------- what becomes of results
+
+# A column-sharded init, a fused projection, FSDP2 and to_empty rely on these.
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "chunk": lambda w: w.chunk(2)[1],
+    "split": lambda w: w.split(2)[1],
+    "split_with_sizes": lambda w: w.split([1, 5])[1],
+    "tensor_split": lambda w: w.tensor_split(3)[1],
+    "unbind": lambda w: w.unbind(1)[1],
+    "iteration": lambda w: list(w)[1],
+    "narrow": lambda w: w.narrow(0, 1, 2),
+    "slice": lambda w: w[1:3, :, ::2],
+    "select": lambda w: w[1],
+    "ellipsis": lambda w: w[..., 1],
+    "new dimension": lambda w: w[None],
+    "view": lambda w: w.view(24, 8),
+    "view_as": lambda w: w.view_as(torch.empty(24, 8)),
+    "reshape": lambda w: w.reshape(-1),
+    "reshape that copies": lambda w: w.mT.reshape(-1),
+    "flatten": lambda w: w.flatten(1),
+    "unflatten": lambda w: w.unflatten(0, (2, 3)),
+    "as_strided": lambda w: w.as_strided((3, 4), (4, 1), 2),
+    "t": lambda w: w[0].t(),
+    "T": lambda w: w[0].T,
+    "mT": lambda w: w.mT,
+    "H": lambda w: w[0].H,
+    "transpose": lambda w: w.transpose(0, 1),
+    "swapaxes": lambda w: w.swapaxes(0, 1),
+    "permute": lambda w: w.permute(2, 0, 1),
+    "movedim": lambda w: w.movedim(0, 1),
+    "diagonal": lambda w: w.diagonal(),
+    "squeeze": lambda w: w[:1].squeeze(0),
+    "unsqueeze": lambda w: w.unsqueeze(0),
+    "expand": lambda w: w[0].expand(3, 4, 8),
+    "detach": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "clone": lambda w: w.clone(),
+    "contiguous": lambda w: w.mT.contiguous(),
+    "to": lambda w: w.to(BF16),
+    "bfloat16": lambda w: w.bfloat16(),
+    "double": lambda w: w.double(),
+    "index": lambda w: w[torch.tensor([2, 0])],
+    "mask": lambda w: w[torch.tensor([True, False] * 3)],
+    "index_select": lambda w: w.index_select(0, torch.tensor([2, 0])),
+    "cat": lambda w: torch.cat([w, w[:2]]),
+    "stack": lambda w: torch.stack([w, w]),
+    "requires_grad_": lambda w: w.requires_grad_(),
+    "nn.Parameter": lambda w: nn.Parameter(w),
+}
+FACTORIES: dict[str, Callable[[Tensor], Any]] = {
+    "empty_like": torch.empty_like,
+    "new_empty": lambda w: w.new_empty(0, 3),
+    "new_zeros": lambda w: w.new_zeros(2, 3),
+    "meta": lambda w: w.to("meta"),
+}
+PLAIN: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda w: w + 1,
+    "mul": lambda w: w * w,
+    "neg": lambda w: -w,
+    "sum": torch.sum,
+    "norm": torch.linalg.vector_norm,
+    "where": lambda w: torch.where(w > 0, w, 0),
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "new_ones": lambda w: w.new_ones(2),
+    "int": lambda w: w.int(),
+    "bits": lambda w: w.view(torch.int32),
+    "FP8": lambda w: w.to(torch.float8_e4m3fn),
+    "embedding": lambda w: F.embedding(torch.tensor([1]), w[0]),
+    "cat with a plain tensor": lambda w: torch.cat([w, torch.ones(1, 4, 8)]),
+    "cat of two recipes": lambda w: torch.cat([w, Float8Weight(torch.ones(1, 4, 8), TENSORWISE)]),
+    "copy to a plain tensor": lambda w: torch.zeros(6, 4, 8).copy_(w),
+    "out": lambda w: torch.add(w, 1, out=torch.zeros(6, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *FACTORIES])
+def test_stays_a_float8_weight(name: str) -> None:
+    w = Float8Weight(torch.randn(6, 4, 8), MXFP8)
+    result = {**VIEWS, **FACTORIES}[name](w)
+    assert isinstance(result, Float8Weight)
+    assert result.recipe is MXFP8
+    assert result.record is w.record
+    for attribute in ("shape", "dtype", "device", "layout"):
+        assert getattr(result, attribute) == getattr(result.original, attribute)
+    assert result.stride() == result.original.stride()
+    if name in VIEWS:
+        assert_same_bytes(result.original, VIEWS[name](w.original).detach())
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_becomes_plain(name: str) -> None:
+    w = Float8Weight(torch.randn(6, 4, 8), ROWWISE)
+    result = PLAIN[name](w)
+    assert type(result) is Tensor
+    if "two" not in name:
+        assert_same_bytes(result, PLAIN[name](w.original))
+
+
+def test_views_pass_gradients_back() -> None:
+    for name, view in VIEWS.items():
+        if name in ("detach", "data", "requires_grad_", "nn.Parameter"):
+            continue
+        w = nn.Parameter(Float8Weight(torch.randn(6, 4, 8)))
+        plain = nn.Parameter(w.original.clone())
+        for p in (w, plain):
+            view(p).pow(2).sum().backward()
+        assert type(w.grad) is Tensor, name
+        assert_same_bytes(w.grad, plain.grad)
+
+
+def test_in_place_ops_change_the_weight() -> None:
+    w = Float8Weight(torch.zeros(6, 4))
+    original = w.original
+    assert w.add_(2).mul_(3) is w
+    assert w.copy_(w + 1) is w
+    w[0].fill_(5)
+    w[:, 1:2] = 4.0
+    w.data[5].zero_()
+    torch._foreach_add_([w], 1)
+    expected = torch.full((6, 4), 8.0)
+    expected[0], expected[:, 1], expected[5] = 6, 5, 1
+    assert w.original is original
+    assert torch.equal(original, expected)
+    assert torch.equal(w, expected) and torch.equal(w.plain(), expected)
+
+
+def test_plain_shares_storage_and_passes_the_gradient() -> None:
+    layer = wrapped()
+    plain = layer.weight.plain()
+    assert type(plain) is Tensor
+    assert plain.data_ptr() == inner(layer).data_ptr()
+    plain.sum().backward()
+    assert_same_bytes(layer.weight.grad, torch.ones(64, 32, dtype=BF16))
+
+
+def test_repr() -> None:
+    expecttest.assert_expected_inline(
+        repr(nn.Parameter(Float8Weight(torch.ones(1, 2)))),
+        """Float8Weight(tensor([[1., 1.]]), recipe=rowwise, requires_grad=True)""",
+    )
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def test_other_products_are_refused() -> None:
+    """Also those that reach the weight below Python's functions: nothing falls back in silence."""
+    w, x = Float8Weight(torch.randn(6, 8)), torch.randn(5, 6)
+    experts, offsets = Float8Weight(torch.randn(2, 8, 8, dtype=BF16)), torch.tensor([2, 4]).int()
+    tokens = torch.randn(4, 8, dtype=BF16)
+    lstm = (torch.zeros(1, 8), torch.zeros(1, 8))
+    products: dict[str, Callable[[], Any]] = {
+        "mm": lambda: torch.tensordot(x, w, 1),
+        "mm ": lambda: torch.linalg.multi_dot([x, w]),
+        "mm  ": lambda: torch.ops.aten.mm(x, w),
+        "dot": lambda: torch.dot(w[0], torch.randn(8)),
+        "addmm_": lambda: torch.zeros(5, 8).addmm_(x, w),
+        "addmv": lambda: torch.addmv(torch.zeros(6), w, torch.zeros(8)),
+        "addbmm": lambda: torch.addbmm(torch.zeros(3, 8), torch.zeros(2, 3, 8), experts.float()),
+        "convolution": lambda: F.conv1d(torch.randn(1, 8, 9), experts.float()),
+        "_trilinear": lambda: F.bilinear(torch.randn(2, 8), torch.randn(2, 8), experts.float()),
+        "mm   ": lambda: torch.lstm_cell(
+            torch.randn(1, 8), lstm, w.new_zeros(32, 8), torch.zeros(32, 8)
+        ),
+        "addmm": lambda: torch.func.grad(lambda x: F.linear(x, w, x[0, :6]).sum())(x[:, :8]),
+        "_grouped_mm": lambda: torch._grouped_mm(tokens, experts, offsets),
+        "_grouped_mm ": lambda: torch._grouped_mm(tokens, experts, offs=offsets),
+        "_grouped_mm  ": lambda: F.grouped_mm(experts, experts.plain()),
+    }
+    products.pop("addmm")  # see test_functorch
+    for name, product in products.items():
+        assert error(product).startswith(f"{name.strip()} does not multiply a Float8Weight"), name
+
+
+class TestMessages(expecttest.TestCase):
+    """What came, what is needed, what to do."""
+
+    w = Float8Weight(torch.zeros(6, 8))
+
+    def refused(self, f: Callable[[], Any], expect: str, kind: Any = NotImplementedError) -> None:
+        self.assertExpectedInline(error(f, kind), expect, skip=1)
+
+    def test_other_product(self) -> None:
+        self.refused(
+            lambda: torch.tensordot(torch.zeros(5, 6), self.w, 1),
+            """mm does not multiply a Float8Weight (shape (6, 8), recipe rowwise) in FP8. What does: F.linear, @, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two; not in torch.func. Pass weight.plain() to multiply in high precision.""",
+        )
+
+    def test_grouped(self) -> None:
+        x, w = torch.zeros(4, 8, dtype=BF16), Float8Weight(torch.zeros(2, 8, 8, dtype=BF16))
+        offsets = torch.tensor([2, 4], dtype=torch.int32)
+        self.refused(
+            lambda: F.grouped_mm(x, w, offs=offsets),
+            """_grouped_mm does not multiply a Float8Weight (shape (2, 8, 8), recipe rowwise) in FP8. What does: F.linear(x[start:end], w[e]) for each expert e, or bmm. Pass weight.plain() to multiply in high precision.""",
+        )
+
+    def test_two_weights(self) -> None:
+        self.refused(
+            lambda: self.w @ self.w.t(),
+            """both operands are Float8Weights, and an FP8 product has one; multiply .plain() of them""",
+        )
+
+    def test_out(self) -> None:
+        self.refused(
+            lambda: torch.mm(torch.zeros(5, 6), self.w, out=torch.zeros(5, 8)),
+            """mm with a Float8Weight takes no out=; use its result""",
+        )
+
+    def test_shape_in_place(self) -> None:
+        self.refused(
+            lambda: self.w.t_(),
+            """t_ reshapes a Float8Weight in place; take a view of it instead""",
+        )
+        self.refused(
+            lambda: self.w.resize_(3),
+            """resize_ reshapes a Float8Weight in place; take a view of it instead""",
+        )
+
+    def test_einsum(self) -> None:
+        x = torch.zeros(6, 8)
+        for equation, expect in {
+            "nk,nk->nk": """""",
+            "nk,nj->kj": """""",
+        }.items():
+            del equation, expect
+        self.refused(
+            lambda: torch.einsum("nk,nk->nk", x, self.w),
+            """'nk,nk->nk' of shapes (6, 8) and (6, 8) with a Float8Weight is no matrix product, which sums over labels of both operands and over no other label of the weight; use weight.plain()""",
+        )
+        self.refused(
+            lambda: torch.einsum("mk,nk->m", x, self.w),
+            """'mk,nk->m' of shapes (6, 8) and (6, 8) with a Float8Weight is no matrix product, which sums over labels of both operands and over no other label of the weight; use weight.plain()""",
+        )
+        self.refused(
+            lambda: torch.einsum("mm,nk->mn", torch.zeros(8, 8), self.w),
+            """'mm,nk->mn' of shapes (8, 8) and (6, 8) with a Float8Weight takes a diagonal, which is no matrix product""",
+        )
+        self.refused(
+            lambda: torch.einsum("mk,nk,nj->mj", x, self.w, x),
+            """einsum 'mk,nk,nj->mj' of 3 operands has a Float8Weight; contract in pairs""",
+        )
+        self.refused(
+            lambda: torch.einsum("mkj,nk->mn", x, self.w),
+            """'mkj,nk->mn' of shapes (6, 8) and (6, 8) with a Float8Weight: 'mkj' does not label 2 dimensions""",
+            ValueError,
+        )
+        self.refused(
+            lambda: torch.einsum("mk,kn->mn", x, self.w),
+            """'mk,kn->mn' of shapes (6, 8) and (6, 8) with a Float8Weight: 'k' has sizes 8 and 6""",
+            ValueError,
+        )
+        self.refused(
+            lambda: torch.einsum("mk,nk->mnz", x, self.w),
+            """'mk,nk->mnz' of shapes (6, 8) and (6, 8) with a Float8Weight: the result needs different labels, all of the operands'""",
+            ValueError,
+        )
+
+    def test_shapes(self) -> None:
+        self.refused(
+            lambda: torch.mm(torch.zeros(5, 7), self.w),
+            """'mk,kn->mn' of shapes (5, 7) and (6, 8) with a Float8Weight: 'k' has sizes 7 and 6""",
+            ValueError,
+        )
+        self.refused(
+            lambda: torch.mm(torch.zeros(2, 5, 6), self.w),
+            """'mk,kn->mn' of shapes (2, 5, 6) and (6, 8) with a Float8Weight: 'mk' does not label 3 dimensions""",
+            ValueError,
+        )
+        self.refused(
+            lambda: torch.zeros(5, 1) @ self.w[None],
+            """'...mk,...kn->...mn' of shapes (5, 1) and (1, 6, 8) with a Float8Weight: 'k' has sizes 1 and 6""",
+            ValueError,
+        )
+        self.refused(
+            lambda: torch.zeros(1, 5, 6).bmm(self.w.expand(2, 6, 8)),
+            """'bmk,bkn->bmn' of shapes (1, 5, 6) and (2, 6, 8) with a Float8Weight: 'b' has sizes 1 and 2""",
+            ValueError,
+        )
+        self.refused(
+            lambda: F.linear(torch.zeros(5, 6), self.w),
+            """x of shape (5, 6) does not fit a weight of shape (6, 8); needed (..., K) and (N, K)""",
+            ValueError,
+        )
+
+    def test_dtypes(self) -> None:
+        x = torch.zeros(5, 8)
+        self.refused(
+            lambda: F.linear(x.to(BF16), self.w),
+            """x is torch.bfloat16 and the weight torch.float32; bring both to one dtype, or run under torch.autocast""",
+            ValueError,
+        )
+        self.refused(
+            lambda: F.linear(x.double(), self.w.double()),
+            """x is torch.float64 and the weight torch.float64; an FP8 linear takes torch.bfloat16, torch.float16, torch.float32""",
+            ValueError,
+        )
+
+    def test_constructor(self) -> None:
+        self.refused(
+            lambda: Float8Weight(torch.zeros(2, 2).int()),
+            """a Float8Weight holds a plain strided tensor in high precision, but got a Tensor of torch.int32 with layout torch.strided""",
+            ValueError,
+        )
+        self.refused(
+            lambda: Float8Weight(self.w),
+            """a Float8Weight holds a plain strided tensor in high precision, but got a Float8Weight of torch.float32 with layout torch.strided""",
+            ValueError,
+        )
+
+    def test_wrap_parameter(self) -> None:
+        layer = Layer()
+        self.refused(
+            lambda: wrap_parameter(layer, "wieght"),
+            """Layer has no parameter 'wieght'; it has weight, bias""",
+            ValueError,
+        )
+        self.refused(
+            lambda: wrap_parameter(layer, "bias"),
+            """parameter 'bias' of shape (64,) is no matrix""",
+            ValueError,
+        )
+        wrap_parameter(layer, "weight")
+        self.refused(
+            lambda: wrap_parameter(layer, "weight", MXFP8),
+            """parameter 'weight' has recipe rowwise; unwrap_parameter first""",
+            ValueError,
+        )
+        hooked = Layer()
+        hooked.weight.register_hook(lambda grad: grad)
+        self.refused(
+            lambda: wrap_parameter(hooked, "weight"),
+            """parameter 'weight' has hooks; register them after wrap_parameter""",
+            ValueError,
+        )
+        self.refused(
+            lambda: unwrap_parameter(hooked, "weight"),
+            """Layer has no 'weight' that wrap_parameter has made""",
+            ValueError,
+        )
+        self.refused(
+            lambda: unwrap_parameter(layer, "wieght"),
+            """Layer has no 'wieght' that wrap_parameter has made""",
+            ValueError,
+        )
+
+
+# ----------------------------------------------------------------------------------------- modules
+
+
+def test_wrap_and_unwrap_keep_the_parameter() -> None:
+    """The same object, leaf, storage, gradient and attributes; what it was, to the bit, after."""
+    layer = Layer()
+    p, pointer, value = layer.weight, layer.weight.data_ptr(), layer.weight.detach().clone()
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
+    p.grad, p.note = torch.ones_like(p), "mine"  # type: ignore[attr-defined]
+    wrap_parameter(layer, "weight")
+    wrap_parameter(layer, "weight")  # again changes nothing
+    assert layer.weight is p
+    assert isinstance(p, nn.Parameter) and isinstance(p, Float8Weight)
+    assert p.is_leaf and p.requires_grad and p.note == "mine"
+    assert dict(layer.named_parameters())["weight"] is p
+    assert type(p.grad) is Tensor
+    optimiser.step()
+    assert_same_bytes(p.plain(), value - 0.5)
+    unwrap_parameter(layer, "weight")
+    assert layer.weight is p
+    assert type(p) is nn.Parameter
+    assert p.data_ptr() == pointer and p.requires_grad and p.is_leaf
+    assert (p.note, p.grad.sum()) == ("mine", p.numel())
+    assert_same_bytes(p, value - 0.5)
+    assert not layer._state_dict_hooks and not layer._load_state_dict_pre_hooks
+    optimiser.step()
+    assert_same_bytes(p, value - 0.5 - 0.5)
+    assert error(lambda: unwrap_parameter(layer, "weight"), ValueError)
+
+
+def test_frozen_parameter_stays_frozen() -> None:
+    layer = Layer()
+    layer.weight.requires_grad_(False)
+    wrap_parameter(layer, "weight")
+    assert not layer.weight.requires_grad
+    unwrap_parameter(layer, "weight")
+    assert not layer.weight.requires_grad
+
+
+def test_tied_parameter() -> None:
+    """Wrapped for each module that has it; one object throughout."""
+    first, second = nn.Embedding(16, 32), nn.Linear(32, 16, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    wrap_parameter(first, "weight")
+    wrap_parameter(second, "weight")
+    assert first.weight is second.weight
+    tokens = torch.tensor([1, 2, 3])
+    y = model(tokens)
+    assert_same_bytes(y, float8.linear(first.weight.plain()[tokens], first.weight.plain()))
+    y.sum().backward()
+    assert len(list(model.parameters())) == 1
+    assert {type(value) for value in model.state_dict().values()} == {Tensor}
+    unwrap_parameter(first, "weight")
+    unwrap_parameter(second, "weight")
+    assert type(second.weight) is nn.Parameter and first.weight is second.weight
+    assert not first._state_dict_hooks and not second._state_dict_hooks
+
+
+def test_state_dict_is_plain_and_shares_storage() -> None:
+    model = nn.Sequential(wrapped(), Layer())
+    state = model.state_dict()
+    assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert {type(value) for value in state.values()} == {Tensor}
+    assert state["0.weight"].data_ptr() == inner(model[0]).data_ptr()
+    assert not state["0.weight"].requires_grad
+    kept = model.state_dict(keep_vars=True)["0.weight"]
+    assert type(kept) is Tensor and kept.requires_grad
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["", "swap"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_load_state_dict(assign: bool, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From plain tensors, which a plain model wrote; the weight stays a Float8Weight."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swap)
+    state, layer = Layer().state_dict(), wrapped(recipe=MXFP8)
+    p = layer.weight
+    assert str(layer.load_state_dict(state, assign=assign)) == "<All keys matched successfully>"
+    assert isinstance(layer.weight, Float8Weight) and isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.recipe is MXFP8 and layer.weight.requires_grad
+    assert_same_bytes(inner(layer), state["weight"])
+    assert (layer.weight is p) == (swap or not assign)
+    assert (inner(layer).data_ptr() == state["weight"].data_ptr()) == assign
+    assert type(state["weight"]) is Tensor  # the caller's is not touched
+    plain = Layer()
+    plain.load_state_dict(layer.state_dict())
+    assert_same_bytes(plain.weight, state["weight"])
+    assert torch.equal(wrapped(recipe=MXFP8).weight.plain(), inner(layer)) is False
+
+
+def test_load_state_dict_reports_what_is_missing() -> None:
+    layer = wrapped()
+    result = layer.load_state_dict({"bias": layer.bias.detach()}, strict=False, assign=True)
+    assert result.missing_keys == ["weight"]
+    assert isinstance(layer.weight, Float8Weight)
+
+
+def test_deepcopy_and_pickle() -> None:
+    layer = wrapped(recipe=BLOCKWISE)
+    layer(torch.randn(6, 32, dtype=BF16))
+    layer.multiply = F.linear
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    for twin in copies:
+        p = twin.weight
+        assert isinstance(p, Float8Weight) and isinstance(p, nn.Parameter)
+        assert p.recipe == BLOCKWISE and p.requires_grad
+        assert p.record is not layer.weight.record
+        assert inner(twin).data_ptr() != inner(layer).data_ptr()
+        assert_same_bytes(inner(twin), inner(layer))
+        assert type(twin.state_dict()["weight"]) is Tensor
+        twin.load_state_dict(Layer().state_dict(), assign=True)
+        assert isinstance(twin.weight, Float8Weight)
+        unwrap_parameter(twin, "weight")
+    assert isinstance(layer.weight, Float8Weight)
+
+
+def test_saved_weight_loads_with_weights_only(tmp_path: Any) -> None:
+    """In a new process that imports float8.weight and nothing else of ours."""
+    layer = wrapped(recipe=MXFP8)
+    torch.save({"p": layer.weight, "view": layer.weight.detach()[:3].t()}, tmp_path / "w.pt")
+    for name, value in torch.load(tmp_path / "w.pt", weights_only=True).items():
+        assert isinstance(value, Float8Weight) and value.recipe == MXFP8, name
+        assert isinstance(value, nn.Parameter) == (name == "p")
+    code = (
+        "import sys, torch, float8.weight\n"
+        "w = torch.load(sys.argv[1], weights_only=True)['p']\n"
+        "print(type(w).__name__, w.recipe.name, w.plain().sum().item())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "w.pt")], text=True, capture_output=True
+    )
+    assert done.stdout.split() == ["Float8Weight", "mxfp8", str(inner(layer).sum().item())], done
+
+
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_optimisers_do_what_they_do_to_plain_weights(name: str, device: str) -> None:
+    plain = Layer(dtype=torch.float32, device=device)
+    layer = copy.deepcopy(plain)
+    wrap_parameter(layer, "weight")
+    for model in (plain, layer):
+        optimiser = OPTIMISERS[name](model.parameters())
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.linspace(-1, 1, p.numel(), device=device).view_as(p)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimiser.step()
+            optimiser.zero_grad()
+        states = [s for state in optimiser.state.values() for s in state.values()]
+        assert {type(s) for s in states} == {Tensor}
+    assert_same_bytes(inner(layer), plain.weight)
+
+
+def test_training_follows_the_plain_model() -> None:
+    def train(model: nn.Module) -> list[float]:
+        generator = torch.Generator().manual_seed(0)
+        optimiser, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for _ in range(20):
+            x = torch.randn(64, 32, generator=generator)
+            loss = (model(x) - x @ target).square().mean()
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    target = torch.randn(32, 16)
+    plain = Layer(torch.matmul, shape=(32, 16), dtype=torch.float32)
+    layer = copy.deepcopy(plain)
+    wrap_parameter(layer, "weight")
+    expected, losses = train(plain), train(layer)
+    assert expected[-1] < 0.9 * expected[0]
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert losses != expected
+
+
+def test_init_functions() -> None:
+    for init in (
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.orthogonal_,
+        nn.init.trunc_normal_,
+        nn.init.zeros_,
+    ):
+        layer, plain = wrapped(dtype=torch.float32), torch.empty(64, 32)
+        torch.manual_seed(1)
+        assert init(layer.weight) is layer.weight
+        torch.manual_seed(1)
+        assert_same_bytes(inner(layer), init(plain))
+
+
+def test_module_conversions_keep_the_parameter() -> None:
+    layer = wrapped(dtype=torch.float32)
+    p, value = layer.weight, inner(layer).clone()
+    for convert, dtype in {
+        "bfloat16": BF16,
+        "half": torch.float16,
+        "float": torch.float32,
+        "double": torch.float64,
+    }.items():
+        getattr(layer, convert)()
+        assert layer.weight is p and isinstance(p, Float8Weight) and isinstance(p, nn.Parameter)
+        assert p.dtype == inner(layer).dtype == dtype
+    assert_same_bytes(inner(layer), value.bfloat16().half().double())
+    assert error(lambda: layer(torch.zeros(1, 32).double()), ValueError)  # TestMessages has it
+    layer.float().to("meta")
+    assert layer.weight is p and inner(layer).is_meta
+    layer.to_empty(device="cpu")
+    assert layer.weight is p and isinstance(p, Float8Weight) and inner(layer).device.type == "cpu"
+
+
+def test_functional_call() -> None:
+    layer, x = wrapped(), torch.randn(6, 32, dtype=BF16)
+    other = nn.Parameter(Float8Weight(torch.randn(64, 32, dtype=BF16)))
+    y = torch.func.functional_call(layer, {"weight": other}, (x,))
+    assert_same_bytes(y, float8.linear(x, other.plain()))
+    y = torch.func.functional_call(layer, {"weight": other.plain()}, (x,))
+    assert_same_bytes(y, F.linear(x, other.plain()))
+
+
+def test_functorch_is_refused() -> None:
+    layer, x = wrapped(), torch.randn(6, 32, dtype=BF16)
+    assert "torch.func" in error(lambda: torch.func.grad(lambda x: layer(x).sum())(x))
+    weights = {"weight": layer.weight.detach(), "bias": layer.bias.detach()}
+    loss = lambda w: torch.func.functional_call(layer, w, (x,)).sum()  # noqa: E731
+    assert "torch.func" in error(lambda: torch.func.grad(loss)(weights))
+
+
+def test_moving_averages_and_vectors_of_parameters() -> None:
+    layer = wrapped(dtype=torch.float32)
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    average.update_parameters(layer)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    average.update_parameters(layer)
+    assert isinstance(average.module.weight, Float8Weight)
+    torch.testing.assert_close(inner(average.module), inner(layer) - 0.5)
+    vector = nn.utils.parameters_to_vector(layer.parameters())
+    assert type(vector) is Tensor
+    nn.utils.vector_to_parameters(torch.zeros_like(vector), layer.parameters())
+    assert isinstance(layer.weight, Float8Weight) and not inner(layer).any()
+
+
+def test_last_run() -> None:
+    """Of the weight or any of its views; of nobody else."""
+    layer, other = wrapped(recipe=ROWWISE_WGRAD_HP), wrapped()
+    assert layer.weight.last_run is None
+    x = torch.randn(6, 32, dtype=BF16)
+    torch.cat([x @ part.t() for part in layer.weight.to(BF16)[:8].chunk(2)])
+    assert layer.weight.last_run == ("torch", "torch", "high precision")
+    assert other.weight.last_run is None
+
+
+# ----------------------------------------------------------------------------------- torch.compile
+
+COMPILED: dict[str, Multiply] = {
+    "linear": F.linear,
+    "@": lambda x, w: x @ w.t(),
+    "mm": lambda x, w: torch.mm(x, w.T),
+    "addmm": lambda x, w: torch.addmm(x[:, :1], x, w.mT),
+    "w first": lambda x, w: (w @ x.mT).mT,
+    "cast": lambda x, w: F.linear(x.float(), w.float()),
+    "chunks": lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
+    "experts": lambda x, w: torch.einsum("mk,enk->men", x, w.view(2, 32, 32)),
+    "bmm": lambda x, w: torch.bmm(x.view(2, -1, 32), w.view(2, 32, 32).mT),
+    "select": lambda x, w: x @ w.view(2, 32, 32)[1],
+    "float8.linear": lambda x, w: float8.linear(x, w),
+}
+
+
+def counter(backend: str = "aot_eager") -> Any:
+    import torch._dynamo.testing
+
+    return torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+
+def check_compiled(layer: Layer, x: Tensor, call: Callable[[Tensor], Tensor]) -> None:
+    got = step(lambda x, _: call(x), x, layer.weight)
+    for ours, theirs in zip(got, step(layer.multiply, x, layer.weight, got[-1]), strict=True):
+        assert type(ours) is Tensor
+        assert_same_bytes(ours, theirs)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_without_a_graph_break(name: str) -> None:
+    layer, count = wrapped(COMPILED[name]), counter()
+    call = torch.compile(layer, backend=count, fullgraph=True)
+    check_compiled(layer, torch.randn(6, 32, dtype=BF16), call)
+    assert count.frame_count == 1
+    layer.weight.record.last_run = None
+
+
+def test_compiled_records_the_run() -> None:
+    layer = wrapped(lambda x, w: x @ w.t())
+    call = torch.compile(layer, backend="eager", fullgraph=True)
+    call(torch.randn(6, 32, dtype=BF16))
+    assert layer.weight.last_run == ("torch",) * 3
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
+    layer, count = wrapped(), counter()
+    call = torch.compile(layer, backend=count, fullgraph=True, dynamic=dynamic)
+    for tokens in (8, 12, 20, 33):
+        check_compiled(layer, torch.randn(tokens, 32, dtype=BF16), call)
+    assert count.frame_count == (1 if dynamic else 2)
+
+
+def test_compiled_once_for_equal_layers_and_once_per_setting() -> None:
+    layers, count = [wrapped() for _ in range(3)], counter()
+    x = torch.randn(6, 32, dtype=BF16)
+    for layer in layers:
+        check_compiled(layer, x, torch.compile(layer, backend=count, fullgraph=True))
+    assert count.frame_count == 1
+    call = torch.compile(layers[0], backend=count, fullgraph=True)
+    for recipe in (TENSORWISE, ROWWISE, TENSORWISE):
+        layers[0].weight.recipe = recipe
+        check_compiled(layers[0], x, call)
+    assert count.frame_count == 2
+    with float8.assume_device("gfx942"):
+        check_compiled(layers[0], x, call)
+    check_compiled(layers[0], x, call)
+    assert count.frame_count == 3
+
+
+def test_compiled_with_autocast_and_checkpointing() -> None:
+    layer = wrapped(
+        lambda x, w: checkpoint(F.linear, x, w, use_reentrant=False), dtype=torch.float32
+    )
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=BF16):
+        check_compiled(layer, torch.randn(6, 32), call)
+
+
+def test_compiled_code_may_change_and_return_weights() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def f(w: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            w.mul_(2)
+        return w.t(), w[:4], w.float(), w + 1
+
+    layer = wrapped()
+    value = inner(layer).clone()
+    with torch.no_grad():
+        transposed, rows, cast, plain = f(layer.weight)
+    assert_same_bytes(inner(layer), 2 * value)
+    for result, expected in (
+        (transposed, 2 * value.t()),
+        (rows, 2 * value[:4]),
+        (cast, 2.0 * value.float()),
+    ):
+        assert isinstance(result, Float8Weight) and result.recipe == ROWWISE
+        assert_same_bytes(result.original, expected)
+    assert type(plain) is Tensor
+    with torch.no_grad():
+        rows.zero_()
+    assert not inner(layer)[:4].any()
+
+
+def test_inductor() -> None:
+    """Its cache on disk, which outlives the process, tells recipes apart."""
+    x = torch.randn(6, 32, dtype=BF16)
+    layer = wrapped(lambda x, w: F.linear(x, w[:32]) @ w[32:].t())
+    for recipe in (ROWWISE, TENSORWISE):
+        torch._dynamo.reset()
+        layer.weight.recipe = recipe
+        check_compiled(layer, x, torch.compile(layer, fullgraph=True))
