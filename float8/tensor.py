@@ -110,7 +110,10 @@ class Float8TrainingTensor(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], size: Any, stride: Any
+        inner: dict[str, Tensor],
+        meta: tuple[Block, torch.dtype],
+        outer_size: Any,
+        outer_stride: Any,
     ) -> Float8TrainingTensor:
         return _build(inner["qdata"], inner["scale"], *meta)
 
