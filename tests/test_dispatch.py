@@ -827,6 +827,7 @@ VALUE_OPS = {
     for op, handler in HANDLERS.items()
     if handler is dequantized
 }
+NO_DERIVATIVE = {"silu_backward", "gelu_backward", "aminmax"}  # in some version of torch
 IN_PLACE = {"add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor"}
 
 
@@ -861,7 +862,7 @@ def test_value_op_is_that_of_the_values(name: str, device: str) -> None:
     for g, w in zip(got, want, strict=True):
         assert type(g) is Tensor and g.requires_grad == w.requires_grad
         assert_same_bytes(values(g), values(w))
-    if name.endswith("_backward") or not any(w.requires_grad for w in want):
+    if name in NO_DERIVATIVE or not any(w.requires_grad for w in want):
         return
     for outputs in (got, want):
         weights = [torch.linspace(1, 2, o.numel(), device=device).view(o.shape) for o in outputs]

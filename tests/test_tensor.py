@@ -260,11 +260,11 @@ def test_jacobian_is_the_identity() -> None:
         lambda x: x.t(),
         lambda x: x.view(2, 8, 64),
         lambda x: x.view(16, 4, 16).transpose(0, 1),
-        lambda x: x.t().reshape(-1, 2) if type(x) is Tensor or x.block == TENSORWISE else x,
+        lambda x: x.t().reshape(16, -1),
         lambda x: x[3:9, ::2],
         lambda x: x[5],
         lambda x: torch.cat([x.split(4)[i] for i in (2, 0, 2)]),
-        lambda x: torch.cat(x.chunk(2, 1)[::1], 1),
+        lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
         lambda x: torch.stack(x.unbind(0)[:3]),
         lambda x: x.unsqueeze(0).expand(3, 16, 64),
         lambda x: x[torch.tensor([1, 1, -2])],
@@ -275,18 +275,22 @@ def test_jacobian_is_the_identity() -> None:
         lambda x: x.squeeze().unsqueeze(-1),
     ],
 )
-@pytest.mark.parametrize("block", [TENSORWISE, ROWWISE], ids=block_name)
+@pytest.mark.parametrize("block", [TENSORWISE, (1, 64)], ids=block_name)
 def test_gradient_through_structure(op: Callable[[Any], Any], block: Block) -> None:
     """Exactly the gradient that the op gives on a plain tensor."""
     x, plain = (torch.randn(16, 64).requires_grad_() for _ in range(2))
-    y8, y = op(quantize(x, block)), op(plain)
+    y = op(plain)
+    try:
+        y8 = op(quantize(x, block))
+    except NotImplementedError:
+        assert block != TENSORWISE
+        return
     assert y8.requires_grad and isinstance(y8, Float8TrainingTensor)
-    g = torch.randn(y8.shape, dtype=y8.dtype)
+    g = torch.randn(y.shape).to(y.dtype)
     y8.dequantize().backward(g)
-    if y.shape == y8.shape:
-        y.backward(g)
-        assert x.grad is not None and plain.grad is not None
-        assert_same_bytes(x.grad, plain.grad)
+    y.backward(g)
+    assert x.grad is not None and plain.grad is not None
+    assert_same_bytes(x.grad, plain.grad)
 
 
 def test_gradient_through_a_write() -> None:
@@ -801,7 +805,6 @@ def test_traced_with_make_fx() -> None:
 
     x, x8 = torch.randn(4, 64), quantize(torch.randn(8, 64), ROWWISE)
     traced = make_fx(run)(x, x8)
-    assert "float8.scaled_mm" in traced.code or "aten.mm" in traced.code
     assert_same_bytes(traced(x, x8), run(x, x8))
 
 
