@@ -777,6 +777,9 @@ def test_factories_take_a_dtype_and_a_device() -> None:
 ARGUMENTS: dict[str, Callable[[Any, Tensor], tuple[Any, ...]]] = {
     "silu_backward": lambda x, y: (y, x),
     "gelu_backward": lambda x, y: (y, x),
+    "mse_loss": lambda x, y: (x, y),
+    "mse_loss_backward": lambda x, y: (y[0, 0], x, y, 1),
+    "topk": lambda x, y: (x, 5),
     "_softmax": lambda x, y: (x, 1, False),
     "_log_softmax": lambda x, y: (x, 1, False),
     "logsumexp": lambda x, y: (x, [1]),
@@ -814,11 +817,14 @@ ARGUMENTS: dict[str, Callable[[Any, Tensor], tuple[Any, ...]]] = {
     "count_nonzero.dim_IntList": lambda x, y: (x, [1]),
     "std.correction": lambda x, y: (x, [1]),
     "var.correction": lambda x, y: (x, [1]),
+    "std_mean.correction": lambda x, y: (x, [0]),
+    "var_mean.correction": lambda x, y: (x, [1]),
 }
 KEYWORDS: dict[str, dict[str, Any]] = {
     "aminmax": {"dim": 1},
     "div.Tensor_mode": {"rounding_mode": "floor"},
     "div.Scalar_mode": {"rounding_mode": "trunc"},
+    "sort.stable": {"stable": True, "dim": 1},
     "add.Tensor": {"alpha": 2},
     "sub.Tensor": {"alpha": 3},
 }

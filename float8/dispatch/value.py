@@ -26,7 +26,8 @@ eq:Tensor,Scalar ne:Tensor,Scalar lt:Tensor,Scalar le:Tensor,Scalar gt:Tensor,Sc
 ge:Tensor,Scalar where:self masked_fill:Scalar,Tensor
 sum:default,dim_IntList mean:default,dim amax amin aminmax argmax argmin max:default,dim,other
 min:default,dim,other any:default,dim,dims all:default,dim,dims std:correction var:correction
-linalg_vector_norm norm:Scalar,ScalarOpt_dim count_nonzero:default,dim_IntList
+std_mean:correction var_mean:correction linalg_vector_norm norm:Scalar,ScalarOpt_dim
+count_nonzero:default,dim_IntList nonzero sort:default,stable topk mse_loss mse_loss_backward
 _is_all_true _is_any_true _local_scalar_dense dequantize:self
 add_:Tensor sub_:Tensor mul_:Tensor div_:Tensor
 """
