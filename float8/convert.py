@@ -45,6 +45,7 @@ Kind = Literal["linear", "experts", "unknown"]
 Experts = Recipe | Literal["auto", False]
 
 KEEP = ("lm_head", "output", "*router*", "gate")  # logits and routing: small gain, large harm
+_SHARDED = "its weight is sharded already: convert before that"
 _TIED = "it is tied to a parameter of another module, which would meet the Float8Weight too"
 _OTHERS = ("torch.", "torchao.", "bitsandbytes.")  # whose linear layers quantise by themselves
 _STATE = ("recipe", "last_run", "cached")  # what Float8Linear keeps on an instance
@@ -106,23 +107,28 @@ def _sites(model: nn.Module) -> list[_Site]:
     sites = []
     for module, names in paths.items():
         known = (*names, *(name.rpartition(".")[2] for name in names))
+        ancestors = [by_path[name[:i]] for name in names for i in _dots(name)]
+        managed = any(hasattr(m, "unshard") for m in (module, *ancestors))  # by fully_shard
         if isinstance(module, nn.Linear):
-            by_class = type(module) is nn.Linear and "forward" not in module.__dict__
+            by_class = type(module) in (nn.Linear, Float8Linear) and "forward" not in vars(module)
             parents = [by_path[name.rpartition(".")[0]] for name in names if name]
             refusal = _refuse_linear(module, parents, by_class)
-            if not by_class and users[id(module._parameters.get("weight"))] > 1:
-                refusal = refusal or _TIED
+            if not by_class:
+                refusal = refusal or _refuse_swap(module.weight, users, managed)
             sites.append(_Site(names[0], known, module, "weight", "linear", by_class, refusal))
         for local, weight in _other_weights(module):
-            refusal = _refuse_parameter(module, weight)
-            if users[id(weight)] > 1:
-                refusal = refusal or _TIED
+            refusal = _refuse_parameter(module, weight) or _refuse_swap(weight, users, managed)
             stack = weight.ndim == 3 and weight.shape[0] > 1 and min(weight.shape[1:]) >= 16
             kind: Kind = "experts" if stack else "unknown"
             full = [f"{name}.{local}".lstrip(".") for name in names]
             known_here = (*full, local, *known)
             sites.append(_Site(full[0], known_here, module, local, kind, False, refusal))
     return sites
+
+
+def _dots(name: str) -> list[int]:
+    """Where the names of the modules around a module end in its name."""
+    return [0, *(i for i, letter in enumerate(name) if letter == ".")]
 
 
 def _other_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -182,7 +188,7 @@ def _refuse_linear(module: nn.Linear, parents: Sequence[nn.Module], by_class: bo
     taken = [name for name in _STATE if by_class and name in module.__dict__]
     if taken:
         return f"it has an attribute {taken[0]!r} of its own, a name that Float8Linear uses"
-    return _refuse_weight(weight, by_class)
+    return _refuse_weight(weight)
 
 
 def _refuse_parameter(module: nn.Module, weight: Tensor) -> str | None:
@@ -192,25 +198,30 @@ def _refuse_parameter(module: nn.Module, weight: Tensor) -> str | None:
         return None
     if is_parametrized(module):
         return "its module is parametrized"
-    return _refuse_weight(weight, False)
+    return _refuse_weight(weight)
 
 
-def _refuse_weight(weight: Tensor, by_class: bool) -> str | None:
+def _refuse_weight(weight: Tensor) -> str | None:
     if is_lazy(weight):
         return "a lazy layer has no weight yet: run one batch before convert"
     if isinstance(weight, Float8TrainingTensor):
         return f"its weight is stored in FP8 already ({weight.format.name}) and multiplies so"
-    if _is_distributed(type(weight)):
-        return None if by_class else "its weight is sharded already: convert before that"
-    if not by_class and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
-        return "its weight has hooks, which would be lost: register them after convert"
-    if is_traceable_wrapper_subclass(weight):
+    if is_traceable_wrapper_subclass(weight) and not _is_distributed(type(weight)):
         return f"its weight is a {type(weight).__name__}, not a plain tensor"
     if weight.dtype not in HIGH_PRECISION:
         return f"its weight is {weight.dtype}; needed {', '.join(map(str, HIGH_PRECISION))}"
     if weight.is_inference():
         return "its weight was made under torch.inference_mode, where nothing can be trained"
     return None
+
+
+def _refuse_swap(weight: Tensor, users: Counter[int], managed: bool) -> str | None:
+    """Why a parameter cannot become a Float8Weight, or stop being one, in place."""
+    if managed or _is_distributed(type(weight)):
+        return _SHARDED
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "its weight has hooks, which would be lost: register them after convert"
+    return _TIED if users[id(weight)] > 1 else None
 
 
 def _has_fast_path(module: nn.Module) -> bool:
@@ -477,7 +488,7 @@ def revert(model: nn.Module) -> None:
                 f"{_title(site.name)} got a forward of its own after convert, which may call that "
                 "of Float8Linear; take it off before revert"
             )
-        if cls is not Float8Linear and _is_distributed(type(site.weight)):
+        if site.refusal == _SHARDED:
             raise ValueError(
                 f"{_title(site.name)} has a sharded Float8Weight; revert before fully_shard"
             )
