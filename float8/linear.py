@@ -155,7 +155,8 @@ def _linear(
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
     device_type = x.device.type
-    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # "meta" has no autocast, and asking raises (torch 2.11 cannot trace torch.amp.is_autocast_available).
+    autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     if autocast and x.dtype in HIGH_PRECISION:
         dtype = torch.get_autocast_dtype(device_type)
         x = x.to(dtype)
