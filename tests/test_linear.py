@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -682,39 +683,47 @@ def test_checkpointed_layers_keep_their_input_only() -> None:
     assert total() <= x.nbytes
 
 
-def test_selective_checkpointing_sees_the_ops_and_can_keep_their_results() -> None:
+class Products(TorchDispatchMode):
+    """Counts FP8 products."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += op is torch.ops.float8.scaled_mm.default
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_selective_checkpointing_sees_the_ops_and_can_keep_their_results(keep: bool) -> None:
     model, x = block(), torch.randn(35, 32)
     expected = step(model, x)
-    ops = torch.ops.float8
-    first: list[str] = []
-    again: list[str] = []
+    seen: list[str] = []
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        (again if ctx.is_recompute else first).append(str(op))
-        keep = op in (ops.scaled_mm.default, ops.quantize.default)
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(policy)
+        is_ours = op.namespace == "float8"
+        if is_ours and not ctx.is_recompute:
+            seen.append(str(op))
+        save = keep and is_ours
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     def call(x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        y: Tensor = checkpoint(
+            model,
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
         return y
 
-    assert_all_same(step(model, x, call), expected)
-    float8_ops = [op for op in first if op.startswith("float8")]
-    # Per layer: x and w for forward, x for wgrad.
-    assert (
-        float8_ops
-        == (
-            ["float8.quantize.default"] * 2
-            + ["float8.scaled_mm.default"]
-            + ["float8.quantize.default"]
-        )
-        * 2
-    )
-    kept = [op for op in again if op.startswith("float8")]
-    assert kept == float8_ops[: len(kept)]
+    with Products() as products:
+        assert_all_same(step(model, x, call), expected)
+    # Per layer: x as forward and as wgrad want it, w, the product.
+    names = [f"float8.{name}.default" for name in ("quantize_dual", "quantize", "scaled_mm")]
+    assert seen == names * 2
+    # Two layers of three products, and those of forward again where nothing is kept.
+    assert products.count == (6 if keep else 8)
 
 
 @NAMED

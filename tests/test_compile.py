@@ -1,0 +1,395 @@
+"""torch.compile: no graph break, eager's bits, and no compilation more than once per setting.
+
+aot_eager runs the traced forward and backward with eager's kernels, so it must give eager's bits.
+Inductor fuses: it keeps float32 between operations that eager rounds, unless it is told to round as
+eager does (`emulate_precision_casts`).
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import float8
+from float8 import RECIPES, ROWWISE, Float8Linear, Recipe, assume_device
+from float8.linear import CachedWeight
+from float8.testing import assert_same_bytes, deterministic, needs, saved_bytes, sqnr
+
+NAMED = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+OFF = Recipe("off", None, None, None)
+SAVE = dataclasses.replace(ROWWISE, name="save", weight_for_dgrad="save")
+
+Model = Callable[[Tensor], Tensor]
+
+
+def step(
+    model: nn.Module, x: Tensor, call: Model | None = None, autocast: torch.dtype | None = None
+) -> list[Tensor]:
+    """Output and all gradients of one forward and backward of ``call`` (the model itself)."""
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    context = nullcontext() if autocast is None else torch.autocast(x.device.type, autocast)
+    with context:
+        y = model(x) if call is None else call(x)
+    y.square().mean().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_all_same(a: list[Tensor], b: list[Tensor]) -> None:
+    assert len(a) == len(b)
+    for left, right in zip(a, b, strict=True):
+        assert_same_bytes(left, right)
+
+
+def compiled(model: Model, backend: Any = "aot_eager", **options: Any) -> Model:
+    f: Model = torch.compile(model, backend=backend, fullgraph=True, **options)
+    return f
+
+
+def mlp(recipe: Recipe = ROWWISE, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    return nn.Sequential(
+        Float8Linear(64, 96, dtype=dtype, recipe=recipe),
+        nn.GELU(),
+        Float8Linear(96, 48, dtype=dtype, recipe=recipe),
+        nn.SiLU(),
+        Float8Linear(48, 64, dtype=dtype, recipe=recipe, bias=False),
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), SAVE, OFF], ids=lambda r: r.name)
+def test_the_same_bits_as_eager(recipe: Recipe, backend: str) -> None:
+    layer = Float8Linear(72, 40, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(5, 7, 72, dtype=torch.bfloat16)
+    expected = step(layer, x)
+    ran, layer.last_run = layer.last_run, None
+    assert_all_same(step(layer, x, compiled(layer, backend)), expected)
+    assert layer.last_run == ran  # recorded, without a graph break
+
+
+@pytest.mark.parametrize("name", ["rowwise_wgrad_hp", "mxfp8"])
+def test_the_same_bits_as_eager_under_autocast(name: str) -> None:
+    layer = Float8Linear(64, 48, recipe=RECIPES[name])
+    call, x = compiled(layer), torch.randn(33, 64)
+    assert_all_same(step(layer, x, call, torch.bfloat16), step(layer, x, autocast=torch.bfloat16))
+    assert_all_same(step(layer, x, call), step(layer, x))
+
+
+@NAMED
+def test_symbolic_sizes(recipe: Recipe) -> None:
+    layer = Float8Linear(64, 48, dtype=torch.bfloat16, recipe=recipe)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(layer, counter, dynamic=True)
+    for tokens in (160, 135, 512, 257):
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16)
+        assert_all_same(step(layer, x, call), step(layer, x))
+    assert counter.frame_count == 1
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert_all_same(step(layer, x, call), step(layer, x))
+    # 1 is never a symbol to torch.compile: batches of one block of tokens are a graph of their own.
+    assert counter.frame_count == 1 + (recipe.name in ("blockwise", "mxfp8"))
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_changing_batches_compile_twice(name: str) -> None:
+    """Once for the first shape, once for all others."""
+    layer = Float8Linear(64, 48, recipe=RECIPES[name])
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(layer, counter)
+    for tokens in (32, 32, 32, 32, 32, 64, 80, 96):
+        x = torch.randn(tokens, 64)
+        assert_all_same(step(layer, x, call), step(layer, x))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+def test_three_layers_and_activations_in_one_graph(name: str) -> None:
+    model = mlp(RECIPES[name])
+    counter = CompileCounterWithBackend("aot_eager")
+    x = torch.randn(2, 17, 64, dtype=torch.bfloat16)
+    assert_all_same(step(model, x, compiled(model, counter)), step(model, x))
+    assert counter.frame_count == 1
+
+
+def test_layers_that_are_alike_share_their_code() -> None:
+    blocks = nn.ModuleList(Float8Linear(64, 64) for _ in range(6))
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in blocks:
+        block.compile(backend=counter, fullgraph=True)
+    x = torch.randn(16, 64, requires_grad=True)
+    y = x
+    for block in blocks:
+        y = block(y)
+    y.sum().backward()
+    assert counter.frame_count <= 2
+
+
+# ---- switching ---------------------------------------------------------------------------------
+
+
+def test_each_setting_of_the_recipes_compiles_once() -> None:
+    layers = [Float8Linear(64, 64, dtype=torch.bfloat16) for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(32, 64, dtype=torch.bfloat16)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(model, counter)
+
+    def set_to(*recipes: Recipe) -> None:
+        for layer, recipe in zip(layers, recipes, strict=True):
+            layer.recipe = recipe
+
+    settings = [
+        (ROWWISE, ROWWISE),
+        (OFF, OFF),  # evaluation in high precision
+        (OFF, ROWWISE),
+        (float8.MXFP8, float8.BLOCKWISE),
+        (SAVE, float8.ROWWISE_WGRAD_HP),
+    ]
+    for i, setting in enumerate(settings):
+        set_to(*setting)
+        assert_all_same(step(model, x, call), step(model, x))
+        assert counter.frame_count == i + 1
+    for setting in (*settings, *reversed(settings)):
+        set_to(*setting)
+        assert_all_same(step(model, x, call), step(model, x))
+    set_to(*[dataclasses.replace(ROWWISE)] * 2)  # equal, not the same object
+    step(model, x, call)
+    assert counter.frame_count == len(settings)
+
+
+def test_recipes_that_differ_in_one_number_do_not_make_it_symbolic() -> None:
+    """torch.compile turns a number that it has seen change into a symbol; a block must not be."""
+    layer, x = Float8Linear(96, 48), torch.randn(32, 96)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(layer, counter)
+    sizes = (16, 32, 48)
+    for size in (*sizes, *sizes):
+        cast = float8.Cast("e4m3", (1, size))
+        gemm = float8.Gemm(cast, cast)
+        layer.recipe = Recipe(str(size), gemm, gemm, gemm)
+        assert_all_same(step(layer, x, call), step(layer, x))
+    assert counter.frame_count == len(sizes)
+
+
+def test_training_and_evaluation_compile_once_each() -> None:
+    model, x = Float8Linear(64, 48), torch.randn(32, 64)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(model, counter)
+    for _ in range(3):
+        step(model, x, call)
+        with torch.no_grad():
+            call(x)
+    assert counter.frame_count == 2
+
+
+def test_compiled_code_is_of_the_device_that_was_assumed() -> None:
+    layer, x = Float8Linear(64, 48), torch.randn(32, 64)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(layer, counter)
+    plain = step(layer, x)
+    with assume_device("gfx942"):
+        fnuz = step(layer, x)
+    assert not torch.equal(plain[0], fnuz[0])
+    for _ in range(2):
+        assert_all_same(step(layer, x, call), plain)
+        with assume_device("gfx942"):
+            assert_all_same(step(layer, x, call), fnuz)
+    assert counter.frame_count == 2
+    # Formats are forward's, also in a backward that runs after the block.
+    leaf = x.clone().requires_grad_()
+    with assume_device("gfx942"):
+        y = call(leaf)
+    y.square().mean().backward()
+    assert leaf.grad is not None
+    assert_same_bytes(leaf.grad, fnuz[1])
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, float8.BLOCKWISE, SAVE], ids=lambda r: r.name)
+def test_compiled_layers_keep_no_more_than_eager(recipe: Recipe) -> None:
+    layer = Float8Linear(128, 256, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(16, 128, dtype=torch.bfloat16, requires_grad=True)
+    call = compiled(layer)
+    call(x)
+    totals = []
+    for f in (layer, call):
+        with saved_bytes() as total:
+            f(x)
+        totals.append(total())
+    assert totals[1] <= totals[0]
+
+
+def test_compiled_checkpointed_blocks_keep_their_input_only() -> None:
+    model = nn.Sequential(Block(), Block())
+    x = torch.randn(35, 64, dtype=torch.bfloat16, requires_grad=True)
+    call = compiled(model)
+    call(x)
+    assert model[0].linear.last_run == ("torch", "torch", "torch")
+    with saved_bytes() as total:
+        call(x)
+    assert total() <= 2 * x.nbytes
+
+
+def test_an_activation_memory_budget() -> None:
+    model, x = mlp(), torch.randn(32, 64, dtype=torch.bfloat16)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert_all_same(step(model, x, compiled(model)), step(model, x))
+
+
+class Block(nn.Module):
+    """RMSNorm and an FP8 linear layer, and a residual connection; checkpointed or not."""
+
+    def __init__(self, recipe: Recipe = ROWWISE, recompute: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64, dtype=torch.bfloat16)
+        self.linear = Float8Linear(64, 64, dtype=torch.bfloat16, recipe=recipe)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = lambda x: self.linear(self.norm(x).relu())  # noqa: E731
+        if not self.recompute:
+            return x + f(x)
+        y: Tensor = checkpoint(f, x, use_reentrant=False)
+        return x + y
+
+
+@pytest.mark.parametrize("name", ["rowwise_wgrad_hp", "blockwise"])
+def test_checkpointing_inside_a_graph_gives_the_same_bits(name: str) -> None:
+    model = nn.Sequential(Block(RECIPES[name]), Block(RECIPES[name]))
+    plain = copy.deepcopy(model)
+    for block in plain:
+        block.recompute = False
+    x = torch.randn(35, 64, dtype=torch.bfloat16)
+    expected = step(plain, x)
+    assert_all_same(step(model, x), expected)
+    assert_all_same(step(model, x, compiled(model)), expected)
+
+
+def train(model: nn.Module, call: Model, steps: int = 20) -> list[float]:
+    """Losses of ``steps`` steps of SGD on one batch."""
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, 64, 64, generator=generator).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(steps):
+        loss = (call(x) - target).float().square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_twenty_steps_of_a_checkpointed_block(backend: str) -> None:
+    eager = Block()
+    model = copy.deepcopy(eager)
+    expected, losses = train(eager, eager), train(model, compiled(model, backend))
+    assert expected[-1] < 0.9 * expected[0]
+    if backend == "aot_eager":
+        assert losses == expected
+    else:
+        for loss, e in zip(losses, expected, strict=True):
+            # Fused activations are rounded elsewhere, and a cast may land on the next FP8 number.
+            assert abs(loss - e) < 0.01 * e
+
+
+def test_deterministic_algorithms_and_the_poison_they_fill_empties_with() -> None:
+    model, x = mlp(), torch.randn(35, 64, dtype=torch.bfloat16)
+    call = compiled(model)
+    with deterministic():
+        first, second = step(model, x, call), step(model, x, call)
+    assert all(t.isfinite().all() for t in first)
+    assert_all_same(first, second)
+    assert_all_same(first, step(model, x))
+
+
+def test_cached_weights_in_a_graph() -> None:
+    recipe = float8.MXFP8
+    layer, x = Float8Linear(64, 48, recipe=recipe), torch.randn(33, 64)
+    expected = step(layer, x)
+    call = compiled(layer)
+    assert_all_same(step(layer, x, call), expected)
+    layer.cached = CachedWeight.of(layer.weight, recipe)
+    assert_all_same(step(layer, x, call), expected)
+    with torch.no_grad():
+        layer.weight.mul_(1.5)  # the optimiser's step: new values of the same tensor
+    layer.cached = None
+    expected = step(layer, x)
+    layer.cached = CachedWeight.of(layer.weight, recipe)
+    assert_all_same(step(layer, x, call), expected)
+    layer.cached = None
+    assert_all_same(step(layer, x, call), expected)
+
+
+# ---- inductor ----------------------------------------------------------------------------------
+
+
+def test_inductor_gives_one_layer_eagers_bits() -> None:
+    layer = Float8Linear(1040, 1040, dtype=torch.bfloat16)  # a size whose strides inductor pads
+    x = torch.randn(3, 16, 1040, dtype=torch.bfloat16)
+    assert_all_same(step(layer, x, compiled(layer, "inductor")), step(layer, x))
+
+
+def test_inductor_that_rounds_as_eager_does_gives_a_network_eagers_bits() -> None:
+    model = nn.Sequential(
+        Float8Linear(64, 96, dtype=torch.bfloat16),
+        nn.GELU(),
+        Float8Linear(96, 48, dtype=torch.bfloat16, recipe=float8.MXFP8),
+    )
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    with torch._inductor.config.patch(emulate_precision_casts=True), deterministic():
+        got = step(model, x, compiled(model, "inductor"))
+    assert_all_same(got, step(model, x))
+
+
+@needs("cuda")
+@NAMED
+def test_cuda_graphs_and_gradient_accumulation(recipe: Recipe) -> None:
+    model = mlp(recipe).cuda()
+    call = compiled(model, "inductor", mode="reduce-overhead")
+    batches = torch.randn(6, 32, 64, dtype=torch.bfloat16, device="cuda")
+    results: dict[str, list[Tensor]] = {}
+    for name, f in (("eager", model), ("graphs", call)):
+        grads = []
+        for i in range(3):
+            model.zero_grad()
+            for x in batches[2 * i : 2 * i + 2]:
+                torch.compiler.cudagraph_mark_step_begin()
+                f(x).square().mean().backward()
+            grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        results[name] = grads
+    for t, e in zip(results["graphs"], results["eager"], strict=True):
+        assert sqnr(t, e) > 15
+
+
+@needs("cuda")
+@NAMED
+def test_inductor_on_a_gpu(recipe: Recipe) -> None:
+    layer = Float8Linear(1040, 1040, device="cuda", dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(3, 16, 1040, device="cuda", dtype=torch.bfloat16)
+    got, expected = step(layer, x, compiled(layer, "inductor")), step(layer, x)
+    for t, e in zip(got, expected, strict=True):
+        assert sqnr(t, e) > 35
+
+
+@pytest.fixture(autouse=True)
+def _every_recompilation_counts() -> Iterator[None]:
+    """A test that recompiles past the limit fails: it would fall back to eager in silence."""
+    limit: AbstractContextManager[None] = torch._dynamo.config.patch(
+        fail_on_recompile_limit_hit=True
+    )
+    with limit:
+        yield
