@@ -1,6 +1,7 @@
-"""High precision to FP8 and back, for any block shape on any rank: ``torch.ops.float8.{quantize, quantize_static,
-dequantize}``. The bodies below are the reference and the specification; no gradient flows through these ops
-(``float8.quantize`` and ``Float8TrainingTensor.dequantize`` carry it).
+"""High precision to FP8 and back, for any block shape on any rank: ``torch.ops.float8.{quantize, quantize_dual,
+quantize_static, dequantize}``. The bodies below are the reference and the specification; no gradient flows through these
+ops (``float8.quantize`` and ``Float8TrainingTensor.dequantize`` carry it). On a GPU, ``quantize`` and ``quantize_dual``
+run Triton kernels that give the same bytes, where ``triton_refusal`` does not say otherwise.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
+from ..devices import device_profile
 from ..formats import E8M0, format_of
 from ..scaling import (
+    FULL,
     Block,
     block_amax,
     block_name,
@@ -40,6 +44,10 @@ class CastPlan(NamedTuple):
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define("quantize(Tensor x, int[] block, ScalarType dtype, str scale_mode) -> (Tensor, Tensor)")
+_LIB.define(
+    "quantize_dual(Tensor x, int[] block, ScalarType dtype, str scale_mode, int[] block_t, ScalarType dtype_t, "
+    "str scale_mode_t) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 _LIB.define("quantize_static(Tensor x, Tensor scale, int[] block, ScalarType dtype) -> (Tensor, Tensor)")
 _LIB.define("dequantize(Tensor data, Tensor scale, int[] block, ScalarType dtype) -> Tensor")
 
@@ -66,6 +74,23 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tu
     scale, live = scale_from_amax(block_amax(x, block), format_of(dtype), scale_mode)
     data = _cast(x, scale, live, block, dtype)
     return data, scale_layout(encode_e8m0(scale) if scale_mode.startswith("e8m0") else scale, block)
+
+
+def quantize_dual(
+    x: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_mode: str,
+    block_t: Block,
+    dtype_t: torch.dtype,
+    scale_mode_t: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``quantize`` of x and of its transpose (the last two dimensions swapped), which a kernel does in fewer passes.
+
+    Returns: (data, scale) of x and (data, scale) of the transpose, both contiguous in their own shapes.
+    """
+    transposed = quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t)
+    return (*quantize(x, block, dtype, scale_mode), *transposed)
 
 
 def quantize_static(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -114,6 +139,65 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     return values.to(dtype).contiguous()
 
 
+TRITON_BLOCKS = ((FULL, FULL), (1, FULL), (1, 32), (1, 128), (128, 128))
+_GRID_LIMIT = 65535  # of a launch grid's second and third dimension
+_ROWS_PER_TILE = 128
+
+
+def triton_refusal(x: Tensor, *casts: CastPlan) -> str | None:
+    """Why the Triton kernels do not cast x, None if they do. The reference runs instead, with the same result."""
+    profile = device_profile(x.device)
+    if (reason := profile.refusal("convert")) is not None:
+        return reason
+    if any(format_of(cast.dtype).flavour != profile.flavour for cast in casts):
+        return f"{profile.arch} converts to {profile.flavour} formats only"
+    if x.ndim not in (2, 3) or any(cast.block[:-2] not in ((), (1,)) for cast in casts):
+        return "the kernels take a matrix, or a stack of matrices with a leading block of 1"
+    if any(cast.block[-2:] not in TRITON_BLOCKS for cast in casts):
+        return f"the kernels' blocks are {', '.join(map(block_name, TRITON_BLOCKS))}"
+    if x.numel() == 0 or max(x.shape) > _GRID_LIMIT * _ROWS_PER_TILE or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT):
+        return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
+    return None if has_triton_package() else "triton is not installed"
+
+
+def _quantize_gpu(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
+    check_cast(x, block, dtype)
+    check_scale_mode(scale_mode)
+    cast = CastPlan(tuple(block), dtype, scale_mode)
+    if triton_refusal(x, cast) is not None:
+        return quantize(x, block, dtype, scale_mode)
+    data, scale = _launch(x, cast, None)
+    return data, scale
+
+
+def _quantize_dual_gpu(
+    x: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_mode: str,
+    block_t: Block,
+    dtype_t: torch.dtype,
+    scale_mode_t: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    cast, cast_t = CastPlan(tuple(block), dtype, scale_mode), CastPlan(tuple(block_t), dtype_t, scale_mode_t)
+    for each in (cast, cast_t):
+        check_cast(x, each.block, each.dtype)
+        check_scale_mode(each.scale_mode)
+    if triton_refusal(x, cast, cast_t) is not None:
+        return quantize_dual(x, *cast, *cast_t)
+    data, scale, data_t, scale_t = _launch(x, cast, cast_t)
+    return data, scale, data_t, scale_t
+
+
+def _launch(x: Tensor, cast: CastPlan, cast_t: CastPlan | None) -> tuple[Tensor, ...]:
+    from .quantize_triton import quantize_layouts
+
+    row, col = (each and each._replace(block=each.block[-2:]) for each in (cast, cast_t))
+    if x.ndim == 3:
+        return quantize_layouts(x, row, col)
+    return tuple(out.squeeze(0) for out in quantize_layouts(x.unsqueeze(0), row, col))
+
+
 def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
     """Raise ValueError for what neither cast takes; implementations and fake kernels all ask this."""
     if x.dtype not in _HIGH_PRECISION:
@@ -151,6 +235,19 @@ def _fake_quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str)
     return data, scale_layout(x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(scale_mode)), block)
 
 
+def _fake_quantize_dual(
+    x: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_mode: str,
+    block_t: Block,
+    dtype_t: torch.dtype,
+    scale_mode_t: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    transposed = _fake_quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t)
+    return (*_fake_quantize(x, block, dtype, scale_mode), *transposed)
+
+
 def _fake_quantize_static(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     check_cast(x, block, dtype)
     return x.new_empty(x.shape, dtype=dtype), scale_layout(torch.empty_like(scale), block)
@@ -161,11 +258,12 @@ def _fake_dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dty
     return data.new_empty(data.shape, dtype=dtype)
 
 
-for _name, _op, _fake in (
-    ("quantize", quantize, _fake_quantize),
-    ("quantize_static", quantize_static, _fake_quantize_static),
-    ("dequantize", dequantize, _fake_dequantize),
+for _name, _reference, _gpu, _fake in (
+    ("quantize", quantize, _quantize_gpu, _fake_quantize),
+    ("quantize_dual", quantize_dual, _quantize_dual_gpu, _fake_quantize_dual),
+    ("quantize_static", quantize_static, quantize_static, _fake_quantize_static),
+    ("dequantize", dequantize, dequantize, _fake_dequantize),
 ):
-    for _key in ("CPU", "CUDA"):
-        _LIB.impl(_name, _op, _key)
+    _LIB.impl(_name, _reference, "CPU")
+    _LIB.impl(_name, _gpu, "CUDA")
     torch.library.register_fake(f"float8::{_name}", _fake, lib=_LIB)

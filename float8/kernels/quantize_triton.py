@@ -1,0 +1,528 @@
+"""Triton kernels of ``float8.kernels.quantize``: the same bytes and scales as its reference, in the fewest passes over memory.
+
+Letters: E experts (1 for a matrix), M rows, K columns of the input. A kernel can write two layouts of x [E, M, K]: *row*, data [E,
+M, K], and *col*, data [E, K, M] of the transpose, scaled along M. Which scales each layout has is a constexpr:
+
+    none     the layout is not written
+    tensor   one amax for each expert's matrix, given
+    vector   one amax per row of the layout, given
+    block    blocks of 1 x ROW_BLOCK (COL_BLOCK) in the layout, taken from the tile
+    square   one block of the tile's size, shared by both layouts
+
+Amaxes travel as int32 bits (``bits(x) & 0x7fffffff``), so a maximum, also an atomic one, is an integer maximum.
+
+A tile is loaded as four tiles of every fourth row (rows 4i, 4i+1, 4i+2, 4i+3), so that the four values of a column become one
+int32 in registers: the transpose then moves 32-bit words, and all global accesses are 16 bytes wide. The bytes of the two layouts
+come from separate conversions: with one conversion feeding both, ptxas 12.8 was seen to emit wrong transposed bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import E8M0, Float8Format, format_of
+from ..scaling import FULL, Block, scale_dtype, scale_layout, scale_shape
+from .quantize import CastPlan
+
+_INF = tl.constexpr(0x7F800000)
+_MANTISSA = tl.constexpr(0x007FFFFF)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the kernels must know of a format, a scale mode and a device; passed as one constexpr."""
+
+    FP8: tl.dtype
+    MAX: float
+    INVERSE_MAX: float  # 1 / MAX, rounded to float32
+    MAX_MANTISSA: int  # bits of the maximum's mantissa, as float32
+    MAX_EXPONENT: int
+    HALF_STEP: int  # half a step of the format's mantissa, in float32 mantissa bits
+    MODE: str
+    PTX: str  # converts four float32 and packs them; "" for the portable form
+
+    @staticmethod
+    def of(fmt: Float8Format, mode: str, ptx: bool) -> Target:
+        (max_bits,) = struct.unpack("<i", struct.pack("<f", fmt.max))
+        (inverse,) = struct.unpack("<f", struct.pack("<f", 1 / fmt.max))
+        cvt = f"cvt.rn.satfinite.{fmt.kind}x2.f32"
+        pack = f"{{ .reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}};  }}"
+        return Target(
+            FP8=getattr(tl, fmt.triton),
+            MAX=fmt.max,
+            INVERSE_MAX=inverse,
+            MAX_MANTISSA=max_bits & 0x007FFFFF,
+            MAX_EXPONENT=fmt.max_exponent,
+            HALF_STEP=1 << (22 - fmt.mantissa_bits),
+            MODE=mode,
+            PTX=pack if ptx else "",
+        )
+
+
+@triton.jit
+def _magnitude(v, T: tl.constexpr):
+    """What maxima are taken of, so that a NaN survives: |v| where the hardware's maximum can propagate NaN, else its bits."""
+    if T.PTX != "":
+        m = tl.abs(v)
+    else:
+        m = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return m
+
+
+@triton.jit
+def _larger(a, b):
+    if a.dtype.is_floating():
+        m = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        m = tl.maximum(a, b)
+    return m
+
+
+@triton.jit
+def _amax(m, axis: tl.constexpr):
+    """amax bits of magnitudes, along one axis or over all."""
+    if m.dtype.is_floating():
+        bits = tl.reduce(m, axis, _larger).to(tl.int32, bitcast=True)
+    else:
+        bits = tl.max(m, axis)
+    return bits
+
+
+@triton.jit
+def _divide_by_max(amax, T: tl.constexpr):
+    """amax / MAX, correctly rounded. One correction of the product with the rounded reciprocal suffices (Markstein, "Computation of
+    elementary functions on the IBM RISC System/6000 processor", 1990): equal for every float32 that gives a normal result."""
+    if T.PTX != "":
+        q = amax * T.INVERSE_MAX
+        q = tl.fma(tl.fma(q, -T.MAX, amax), T.INVERSE_MAX, q)
+    else:
+        q = tl.math.div_rn(amax, T.MAX)
+    return q
+
+
+@triton.jit
+def _reciprocal(scale, T: tl.constexpr):
+    """1 / scale, correctly rounded. For scales of 2^-126 to 2^125, one Newton step from the approximation gives that; it is what
+    PTX's rcp.rn does there, without its branch for the others."""
+    if T.PTX != "":
+        r = tl.inline_asm_elementwise(
+            "{ .reg .f32 y, d; rcp.approx.ftz.f32 y, $1; neg.f32 d, $1; fma.rn.f32 d, d, y, 0f3F800000; fma.rn.f32 $0, d, y, y; }",
+            "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        r = tl.math.div_rn(1.0, scale)
+    return r
+
+
+@triton.jit
+def _decode_e8m0(code):
+    return tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(bits, T: tl.constexpr):
+    """(scale, inverse, live) of amax bits: ``scaling.scale_from_amax``; live is -1 where the block has data, 0 where its bytes are
+    zero by rule."""
+    finite = bits < _INF
+    if T.MODE == "fp32":
+        scale = tl.maximum(_divide_by_max(bits.to(tl.float32, bitcast=True), T), 1.1754943508222875e-38)
+        inverse = _reciprocal(scale, T)
+    else:
+        mantissa = bits & _MANTISSA
+        if T.MODE == "pow2" or T.MODE == "e8m0_rceil":
+            carry = (mantissa > T.MAX_MANTISSA).to(tl.int32)
+        elif T.MODE == "e8m0_ceil":
+            carry = (mantissa > 0).to(tl.int32)
+        elif T.MODE == "e8m0_even":
+            carry = (mantissa + T.HALF_STEP) >> 23
+        else:
+            carry = tl.zeros_like(mantissa)
+        code = (bits >> 23) - T.MAX_EXPONENT + carry
+        code = tl.minimum(tl.maximum(code, 1 if T.MODE == "pow2" else 0), 254)
+        scale = _decode_e8m0(code)
+        inverse = _decode_e8m0(254 - code)
+    nan = tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
+    # 0 < bits < Inf in one unsigned comparison
+    live = tl.where((bits - 1).to(tl.uint32, bitcast=True) < _INF - 1, -1, 0)
+    return tl.where(finite, scale, nan), inverse, live
+
+
+@triton.jit
+def _store_scale(pointer, scale, mask):
+    if pointer.dtype.element_ty == tl.uint8:  # E8M0: the exponent field, 255 for NaN
+        tl.store(pointer, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
+    else:
+        tl.store(pointer, scale, mask=mask)
+
+
+@triton.jit
+def _convert(v, T: tl.constexpr):
+    """float32 to FP8, saturating."""
+    if T.PTX != "":
+        q = tl.inline_asm_elementwise(T.PTX, "=r,f,f,f,f", [v], dtype=T.FP8, is_pure=True, pack=4)
+    else:
+        q = tl.minimum(tl.maximum(v, -T.MAX), T.MAX).to(T.FP8)
+    return q
+
+
+@triton.jit
+def _store_row(out, v, live, inside, T: tl.constexpr):
+    """Store FP8 of v, +0 where not live. Zeros are written over, by the same threads, since dead blocks are rare: a predicated store
+    per vector costs less than a selection per element."""
+    tl.store(out, _convert(v, T), mask=inside, eviction_policy="evict_first")
+    dead = tl.broadcast_to(tl.cast(live, tl.int32) == 0, v.shape)
+    if inside is not None:
+        dead = dead & inside
+    tl.store(out, tl.zeros(v.shape, tl.uint8).to(T.FP8, bitcast=True), mask=dead, eviction_policy="evict_first")
+
+
+@triton.jit
+def _pack(a, b, c, d, live, T: tl.constexpr):
+    """Four float32 to four FP8 bytes in one int32, a lowest; 0 where not live."""
+    if T.PTX != "":
+        word = tl.inline_asm_elementwise(T.PTX, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        word = _byte(a, T) | (_byte(b, T) << 8) | (_byte(c, T) << 16) | (_byte(d, T) << 24)
+    return word & live
+
+
+@triton.jit
+def _byte(v, T: tl.constexpr):
+    return _convert(v, T).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _row_tile(v, out, inside, scale, scale_mask, stride_sk, amax, pn, KIND: tl.constexpr, BLOCK: tl.constexpr,
+              BI: tl.constexpr, BN: tl.constexpr, T: tl.constexpr):  # fmt: skip
+    """Quantise every fourth row of a tile in row layout: v [BI, BN] to out; scale points at (row, block 0)."""
+    if KIND == "block" and BLOCK == BN:
+        s, inverse, live = _scale(_amax(_magnitude(v, T), 1), T)
+        _store_scale(scale + pn.to(tl.int64) * stride_sk, s, scale_mask)
+        inverse, live = inverse[:, None], live[:, None]
+    elif KIND == "block":
+        groups: tl.constexpr = BN // BLOCK
+        s, inverse, live = _scale(_amax(tl.reshape(_magnitude(v, T), [BI, groups, BLOCK]), 2), T)
+        block = pn * groups + tl.arange(0, groups)
+        _store_scale(scale[:, None] + block[None, :].to(tl.int64) * stride_sk, s, scale_mask)
+        # The compiler does not see that a group's mask is one for a whole vector: select here, not in the store.
+        v = tl.reshape(v, [BI, groups, BLOCK])
+        v = tl.reshape(tl.where(live[:, :, None] != 0, v * inverse[:, :, None], 0.0), [BI, BN])
+        inverse, live = 1.0, -1
+    else:
+        s, inverse, live = _scale(amax, T)
+        if KIND == "vector":
+            _store_scale(scale, s, scale_mask)
+            inverse, live = inverse[:, None], live[:, None]
+    _store_row(out, v * inverse, live, inside, T)
+
+
+@triton.jit
+def tile_kernel(
+    x, row, row_scale, row_amax, col, col_scale, col_amax, M, K, stride_e, stride_m, stride_k,
+    row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile [BM, BN] of x in one or both layouts. WORDS: M is a multiple of 4, so the col layout is written in int32."""
+    pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    BI: tl.constexpr = BM // 4
+    i = tl.arange(0, BI)
+    r = pm * BM + 4 * i
+    c = pn * BN + tl.arange(0, BN)
+    rows, columns = r.to(tl.int64), c.to(tl.int64)
+    source = x + e * stride_e + rows[:, None] * stride_m + columns[None, :] * stride_k
+    if EVEN:
+        m0, m1, m2, m3 = None, None, None, None
+        v0 = tl.load(source, eviction_policy="evict_first").to(tl.float32)
+        v1 = tl.load(source + stride_m, eviction_policy="evict_first").to(tl.float32)
+        v2 = tl.load(source + 2 * stride_m, eviction_policy="evict_first").to(tl.float32)
+        v3 = tl.load(source + 3 * stride_m, eviction_policy="evict_first").to(tl.float32)
+    else:
+        inside = c[None, :] < K
+        m0 = (r[:, None] < M) & inside
+        m1 = (r[:, None] + 1 < M) & inside
+        m2 = (r[:, None] + 2 < M) & inside
+        m3 = (r[:, None] + 3 < M) & inside
+        v0 = tl.load(source, mask=m0, other=0.0).to(tl.float32)
+        v1 = tl.load(source + stride_m, mask=m1, other=0.0).to(tl.float32)
+        v2 = tl.load(source + 2 * stride_m, mask=m2, other=0.0).to(tl.float32)
+        v3 = tl.load(source + 3 * stride_m, mask=m3, other=0.0).to(tl.float32)
+    if COL == "block" or COL == "square" or ROW == "square":
+        T: tl.constexpr = ROW_T if COL == "none" else COL_T
+        highest = _larger(
+            _larger(_magnitude(v0, T), _magnitude(v1, T)), _larger(_magnitude(v2, T), _magnitude(v3, T))
+        )
+    if COL == "square" or ROW == "square":
+        tile_amax = tl.max(_amax(highest, 1), 0)
+
+    if COL != "none":
+        col_base = e * K * M
+        scale_at = col_scale + e * col_scale_e + columns * col_scale_m
+        if COL == "block" and COL_BLOCK == BM:
+            s, inverse, live = _scale(_amax(highest, 0), COL_T)
+            _store_scale(scale_at + pm.to(tl.int64) * col_scale_k, s, c < K)
+            inverse, live = inverse[None, :], live[None, :]
+        elif COL == "block":
+            groups: tl.constexpr = BM // COL_BLOCK
+            s, inverse, live = _scale(_amax(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1), COL_T)
+            block = pm * groups + tl.arange(0, groups)
+            scale_inside = (block[:, None] * COL_BLOCK < M) & (c[None, :] < K)
+            _store_scale(scale_at[None, :] + block[:, None].to(tl.int64) * col_scale_k, s, scale_inside)
+            inverse = tl.reshape(tl.broadcast_to(inverse[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN])
+            live = tl.reshape(tl.broadcast_to(live[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN])
+        elif COL == "vector":
+            s, inverse, live = _scale(tl.load(col_amax + e * K + c, mask=c < K, other=0), COL_T)
+            if pm == 0:
+                _store_scale(scale_at, s, c < K)
+            inverse, live = inverse[None, :], live[None, :]
+        else:
+            s, inverse, live = _scale(tl.load(col_amax + e) if COL == "tensor" else tile_amax, COL_T)
+            if COL == "square":
+                _store_scale(col_scale + e * col_scale_e + pn * col_scale_m + pm * col_scale_k, s, None)
+            elif (pm == 0) & (pn == 0):
+                _store_scale(col_scale + e, s, None)
+        t0, t1, t2, t3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
+        if WORDS:
+            words = tl.trans(_pack(t0, t1, t2, t3, live, COL_T))
+            out = col + col_base // 4 + columns[:, None] * (M // 4) + (pm * BI + i)[None, :]
+            inside = None if EVEN else (c[:, None] < K) & (r[None, :] < M)
+            tl.store(out, words, mask=inside, eviction_policy="evict_first")
+        else:
+            out = col + col_base + columns[None, :] * M + rows[:, None]
+            tl.store(out, (_byte(t0, COL_T) & live).to(tl.uint8), mask=m0)
+            tl.store(out + 1, (_byte(t1, COL_T) & live).to(tl.uint8), mask=m1)
+            tl.store(out + 2, (_byte(t2, COL_T) & live).to(tl.uint8), mask=m2)
+            tl.store(out + 3, (_byte(t3, COL_T) & live).to(tl.uint8), mask=m3)
+
+    if ROW != "none":
+        out = row + e * M * K + rows[:, None] * K + columns[None, :]
+        scale_at = row_scale + e * row_scale_e + rows * row_scale_m
+        a0, a1, a2, a3 = 0, 0, 0, 0
+        s0, s1, s2, s3 = None, None, None, None
+        if ROW == "block" and ROW_BLOCK == BN:
+            s0, s1, s2, s3 = r < M, r + 1 < M, r + 2 < M, r + 3 < M
+        elif ROW == "block":
+            inside = ((pn * (BN // ROW_BLOCK) + tl.arange(0, BN // ROW_BLOCK)) * ROW_BLOCK < K)[None, :]
+            s0 = (r[:, None] < M) & inside
+            s1 = (r[:, None] + 1 < M) & inside
+            s2 = (r[:, None] + 2 < M) & inside
+            s3 = (r[:, None] + 3 < M) & inside
+        elif ROW == "vector":
+            first = pn == 0
+            a0 = tl.load(row_amax + e * M + r, mask=r < M, other=0)
+            a1 = tl.load(row_amax + e * M + r + 1, mask=r + 1 < M, other=0)
+            a2 = tl.load(row_amax + e * M + r + 2, mask=r + 2 < M, other=0)
+            a3 = tl.load(row_amax + e * M + r + 3, mask=r + 3 < M, other=0)
+            s0, s1, s2, s3 = first & (r < M), first & (r + 1 < M), first & (r + 2 < M), first & (r + 3 < M)
+        else:
+            if ROW == "tensor":
+                a0 = tl.load(row_amax + e)
+                s, _, _ = _scale(a0, ROW_T)
+                if (pm == 0) & (pn == 0):
+                    _store_scale(row_scale + e, s, None)
+            else:
+                a0 = tile_amax
+                s, _, _ = _scale(a0, ROW_T)
+                _store_scale(row_scale + e * row_scale_e + pm * row_scale_m + pn * row_scale_k, s, None)
+            a1, a2, a3 = a0, a0, a0
+        _row_tile(v0, out, m0, scale_at, s0, row_scale_k, a0, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+        _row_tile(v1, out + K, m1, scale_at + row_scale_m, s1, row_scale_k, a1, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+        _row_tile(v2, out + 2 * K, m2, scale_at + 2 * row_scale_m, s2, row_scale_k, a2, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+        _row_tile(v3, out + 3 * K, m3, scale_at + 3 * row_scale_m, s3, row_scale_k, a3, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+
+
+@triton.jit
+def row_kernel(
+    x, row, row_scale, partial, M, K, stride_e, stride_m,
+    T: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rowwise, whole rows in registers: data and scale of rows pid, pid + G, ... of one expert; with COLUMNS, also this program's
+    column amax, to partial [E, G, K]."""
+    pid, G, e = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    c = tl.arange(0, KP)
+    inside = c < K
+    columns = _magnitude(tl.zeros([KP], tl.float32), T)
+    for r in tl.range(pid, M, G, num_stages=STAGES):
+        at = tl.cast(r, tl.int64)
+        v = tl.load(x + e * stride_e + at * stride_m + c, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        magnitude = _magnitude(v, T)
+        if COLUMNS:
+            columns = _larger(columns, magnitude)
+        scale, inverse, live = _scale(_amax(magnitude, 0), T)
+        tl.store(row_scale + e * M + at, scale)
+        _store_row(row + (e * M + at) * K + c, v * inverse, live, inside, T)
+    if COLUMNS:
+        tl.store(partial + (e * G + pid) * K + c, columns.to(tl.int32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def column_kernel(partial, amax, G, K, GP: tl.constexpr, BN: tl.constexpr):
+    """Maximum over partial [E, G, K] to amax [E, K]."""
+    e = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    g = tl.arange(0, GP)
+    mask = (g[:, None] < G) & (c[None, :] < K)
+    v = tl.load(partial + e * G * K + g[:, None].to(tl.int64) * K + c[None, :], mask=mask, other=0)
+    tl.store(amax + e * K + c, tl.max(v, 0), mask=c < K)
+
+
+@triton.jit
+def amax_kernel(
+    x, amax, M, K, stride_e, stride_m, stride_k,
+    T: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """amax bits per "tensor" [E], "column" [E, K] or "row" [E, M], by relaxed integer atomics; amax starts as zeros. A program reads
+    STEPS tiles [BM, BN]: down the rows, but for "row" along them."""
+    pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    seen = _magnitude(tl.zeros([BM, BN], tl.float32), T)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        r = (pm if PER == "row" else pm * STEPS + step) * BM + tl.arange(0, BM)
+        c = (pn * STEPS + step if PER == "row" else pn) * BN + tl.arange(0, BN)
+        mask = (r[:, None] < M) & (c[None, :] < K)
+        at = x + e * stride_e + r[:, None].to(tl.int64) * stride_m + c[None, :].to(tl.int64) * stride_k
+        seen = _larger(seen, _magnitude(tl.load(at, mask=mask, other=0.0).to(tl.float32), T))
+    if PER == "tensor":
+        tl.atomic_max(amax + e, tl.max(_amax(seen, 1), 0), sem="relaxed")
+    elif PER == "column":
+        c = pn * BN + tl.arange(0, BN)
+        tl.atomic_max(amax + e * K + c, _amax(seen, 0), mask=c < K, sem="relaxed")
+    else:
+        r = pm * BM + tl.arange(0, BM)
+        tl.atomic_max(amax + e * M + r, _amax(seen, 1), mask=r < M, sem="relaxed")
+
+
+def kind(layout: CastPlan) -> str:
+    """Which of the kinds above the scales of a layout are; its block is (rows, contraction)."""
+    rows, inner = layout.block
+    if inner == FULL:
+        return "tensor" if rows == FULL else "vector"
+    return "block" if rows == 1 else "square"
+
+
+_MAX_ROW = 16384  # the longest row that row_kernel holds in registers
+
+
+def quantize_layouts(x: Tensor, row: CastPlan | None, col: CastPlan | None) -> tuple[Tensor, ...]:
+    """(data, scale) of each layout asked for, row before col; x [E, M, K] with any strides, not empty."""
+    if x.stride(2) != 1 and x.stride(1) == 1:  # a transposed view: its col layout is its base's row layout
+        out = quantize_layouts(x.transpose(1, 2), col, row)
+        return out if row is None or col is None else (*out[2:], *out[:2])
+    outputs = {"row": _allocate(x, row), "col": _allocate(x.transpose(1, 2), col)}
+    written = {"row": row is None, "col": col is None}
+    amax: dict[str, Tensor | None] = {"row": None, "col": None}
+    if row is not None and kind(row) == "vector" and x.stride(2) == 1 and x.shape[2] <= _MAX_ROW:
+        amax["col"] = _rows(x, row, *outputs["row"], columns=col is not None and kind(col) == "vector")
+        written["row"] = True
+    for name, layout in (("row", row), ("col", col)):
+        if layout is not None and not written[name] and amax[name] is None and kind(layout) in ("tensor", "vector"):
+            other = amax["row"] if kind(layout) == "tensor" and row is not None and kind(row) == "tensor" else None
+            per = "tensor" if kind(layout) == "tensor" else "row" if name == "row" else "column"
+            amax[name] = _measure(x, per, layout) if other is None else other
+    if not (written["row"] and written["col"]):
+        left = None if written["row"] else row
+        _tiles(x, left, col, outputs, amax)
+    return tuple(t for name in ("row", "col") for t in outputs[name] if t is not None)
+
+
+def _allocate(x: Tensor, layout: CastPlan | None) -> tuple[Tensor | None, Tensor | None]:
+    if layout is None:
+        return None, None
+    block: Block = (1, *layout.block)
+    scale = scale_layout(x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(layout.scale_mode)), block)
+    return x.new_empty(x.shape, dtype=layout.dtype), scale
+
+
+def _target(x: Tensor, layout: CastPlan) -> Target:
+    return _cached_target(format_of(layout.dtype), layout.scale_mode, x.is_cuda and torch.version.hip is None)
+
+
+_cached_target = functools.cache(Target.of)  # a dozen values at most
+
+
+def _as_bytes(scale: Tensor) -> Tensor:
+    return scale.view(torch.uint8) if scale.dtype == E8M0.dtype else scale
+
+
+def _rows(x: Tensor, layout: CastPlan, data: Tensor, scale: Tensor, columns: bool) -> Tensor | None:
+    e, m, k = x.shape
+    padded = max(128, triton.next_power_of_2(k))
+    # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up to 4096 columns, 8 warps and one
+    # program up to 16384 (measured on an H200).
+    wide = padded > 4096
+    programs = max(1, min(m, _multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4) // e))
+    partial = x.new_empty((e, programs, k), dtype=torch.int32) if columns else None
+    row_kernel[(programs, e)](
+        x, data, _as_bytes(scale), partial, m, k, x.stride(0), x.stride(1),
+        T=_target(x, layout), COLUMNS=columns, KP=padded, STAGES=4 if wide else 3, num_warps=8 if wide else 4,
+    )  # fmt: skip
+    if partial is None:
+        return None
+    amax = x.new_empty((e, k), dtype=torch.int32)
+    width = 32
+    column_kernel[(triton.cdiv(k, width), e)](
+        partial, amax, programs, k, GP=triton.next_power_of_2(programs), BN=width, num_warps=4
+    )
+    return amax
+
+
+def _measure(x: Tensor, per: str, layout: CastPlan) -> Tensor:
+    e, m, k = x.shape
+    amax = x.new_zeros((e, {"tensor": 1, "row": m, "column": k}[per]), dtype=torch.int32)
+    bm, bn, steps = (16, 128, 8) if per == "row" else (16, 256, 16)
+    grid = (triton.cdiv(k, bn * steps), triton.cdiv(m, bm)) if per == "row" else (triton.cdiv(k, bn), triton.cdiv(m, bm * steps))
+    amax_kernel[(*grid, e)](
+        x, amax, m, k, *x.stride(), T=_target(x, layout), PER=per, BM=bm, BN=bn, STEPS=steps, STAGES=4, num_warps=4
+    )
+    return amax
+
+
+def _tiles(
+    x: Tensor,
+    row: CastPlan | None,
+    col: CastPlan | None,
+    outputs: dict[str, tuple[Tensor | None, Tensor | None]],
+    amax: dict[str, Tensor | None],
+) -> None:
+    e, m, k = x.shape
+    row_data, row_scale = outputs["row"] if row is not None else (None, None)
+    col_data, col_scale = outputs["col"]
+    words = m % 4 == 0
+    if col_data is not None:
+        col_data = col_data.view(torch.int32 if words else torch.uint8)
+    bm, bn, warps = _tile(row, col)
+    tile_kernel[(triton.cdiv(k, bn), triton.cdiv(m, bm), e)](
+        x, row_data, None if row_scale is None else _as_bytes(row_scale), amax["row"],
+        col_data, None if col_scale is None else _as_bytes(col_scale), amax["col"], m, k, *x.stride(),
+        *((0, 0, 0) if row_scale is None else row_scale.stride()), *((0, 0, 0) if col_scale is None else col_scale.stride()),
+        ROW="none" if row is None else kind(row), COL="none" if col is None else kind(col),
+        ROW_BLOCK=bn if row is None or row.block[1] == FULL else row.block[1],
+        COL_BLOCK=bm if col is None or col.block[1] == FULL else col.block[1],
+        ROW_T=None if row is None else _target(x, row), COL_T=None if col is None else _target(x, col),
+        WORDS=words, EVEN=m % bm == 0 and k % bn == 0, BM=bm, BN=bn, num_warps=warps,
+    )  # fmt: skip
+
+
+def _tile(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps: a tile is at least one block of every layout."""
+    blocks = {layout.block[1] for layout in (row, col) if layout is not None}
+    return TILES["mx"] if 32 in blocks and 128 not in blocks else TILES["block"]
+
+
+TILES = {"mx": (128, 64, 4), "block": (128, 128, 4)}
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return _multiprocessor_count(x.device.index) if x.is_cuda else 2
+
+
+@functools.cache
+def _multiprocessor_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
