@@ -1,0 +1,135 @@
+"""A decoder-only GPT: RMSNorm, rotary positions, SwiGLU, an untied head, no biases.
+
+Shape letters: B batch, T tokens of a sequence, D width, H heads, d width of a head (D = H * d),
+F hidden width of the MLP, V vocabulary.
+
+Names matter to `float8.convert`, which leaves layers that match its `keep` list in high precision:
+`lm_head` is on that list; the projections of attention and MLP (Llama's wq wk wv wo w1 w2 w3) are
+not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    layers: int
+    dim: int
+    heads: int
+    hidden: int
+    vocab: int = 256
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.heads):  # rotary positions turn pairs of a head's channels
+            raise ValueError(
+                f"a width of {self.dim} does not divide into {self.heads} heads of even width; "
+                f"--dim must be a multiple of {2 * self.heads}"
+            )
+
+
+def rope_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Tensor:
+    """Angle of each channel pair at each position: float32 [T, d / 2] (arXiv 2104.09864)."""
+    exponents = torch.arange(0, width, 2, device=positions.device).float() / width
+    return positions.float()[:, None] * base**-exponents
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the channel pairs (i, i + d/2) of x [B, H, T, d] by their angles, in float32."""
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, T, D] to [B, H, T, d]."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        q, k, v = self.split(self.wq(x)), self.split(self.wk(x)), self.split(self.wv(x))
+        y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
+        return self.wo(y.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden, bias=False)
+        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """N(0, 1 / fan-in); what adds to the residual is smaller by sqrt(2 layers), as in GPT-2."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                residual = name.endswith(("wo", "w2"))
+                scale = (2 * self.config.layers) ** -0.5 if residual else 1.0
+                module.weight.normal_(std=scale * module.in_features**-0.5)
+        self.embedding.weight.normal_()
+        self.lm_head.weight.mul_(0.02)  # the first loss is log V
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """int64 [B, T] to logits, float32 [B, T, V]; with targets, to the mean loss in nats."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        angles = rope_angles(positions, self.config.dim // self.config.heads)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, angles)
+        logits = self.lm_head(self.norm(x)).float()
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs of training on one token: 6 N + 12 layers D T (arXiv 2204.02311, appendix B).
+
+        N counts the weights that multiply, so not the embedding: 2 N forward, 4 N backward. The two
+        products of attention are 4 T D a layer forward, twice that backward, causal or not.
+        """
+        linears = (m for m in self.modules() if isinstance(m, nn.Linear))
+        multiplied = sum(m.weight.numel() for m in linears)
+        return 6 * multiplied + 12 * self.config.layers * self.config.dim * seq_len
