@@ -23,11 +23,19 @@ Parts = tuple[Tensor, Tensor | None] | tuple[None, None]  # (data, scale); (x, N
 def _cast(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> tuple[Parts, Parts]:
     """FP8 parts of x and of its transpose, together where both are asked for; (None, None) for a cast that is None."""
     if cast is not None and cast_t is not None:
-        data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(x, *cast, *cast_t)
+        data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(
+            x, cast.block, cast.dtype, cast.scale_mode, cast_t.block, cast_t.dtype, cast_t.scale_mode
+        )
         return (data, scale), (data_t, scale_t)
-    one: Parts = (None, None) if cast is None else torch.ops.float8.quantize(x, *cast)
-    other: Parts = (None, None) if cast_t is None else torch.ops.float8.quantize(x.t(), *cast_t)
-    return one, other
+    return _cast_one(x, cast), _cast_one(x.t(), cast_t)
+
+
+def _cast_one(x: Tensor, cast: CastPlan | None) -> Parts:
+    if cast is None:
+        return None, None
+    # Not ``*cast``: torch 2.11 does not trace the unpacking of a named tuple here.
+    data, scale = torch.ops.float8.quantize(x, cast.block, cast.dtype, cast.scale_mode)
+    return data, scale
 
 
 def _mm(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
