@@ -107,13 +107,8 @@ class Float8Weight(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and not kwargs.get("materialize_grads"):
-            # Products that a checkpoint repeats in backward are to come here too: neither disable
-            # this function meanwhile, nor be called again.
-            edge = torch.autograd.graph.get_gradient_edge
-            return func(
-                *_each(args, lambda t: edge(t) if isinstance(t, Float8Weight) else t), **kwargs
-            )
+        if func is torch.autograd.grad and not torch.compiler.is_compiling():
+            return _grad(*args, **kwargs)
         product = _PRODUCTS.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             if product is None:
@@ -284,6 +279,22 @@ def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
             _each(args[i] if i < len(args) else kwargs.get(argument.name), count)
 
 
+def _grad(
+    outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **kwargs: Any
+) -> Any:
+    """autograd.grad. Products that a checkpoint repeats meanwhile have to be caught, so functions
+    cannot be disabled; weights go in as edges of the graph, which do not lead back here."""
+    edge = torch.autograd.graph.get_gradient_edge
+    edges = _each([outputs, inputs], lambda t: edge(t) if isinstance(t, Float8Weight) else t)
+    kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize_grads
+    grads = torch.autograd.grad(*edges, *args, **kwargs)
+    if materialize_grads:
+        grads = tuple(
+            torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads, strict=True)
+        )
+    return grads
+
+
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(w: Float8Weight) -> Tensor:
@@ -334,7 +345,7 @@ def _contract(equation: str, a: Tensor, b: Tensor, letters_broadcast: bool = Fal
     else:
         out = [*hidden, *sorted(s for s in every if isinstance(s, str) and every.count(s) == 1)]
     if len(set(out)) < len(out) or not set(out) <= set(every):
-        raise ValueError(f"{name}: the result needs different labels, all of the operands'")
+        raise ValueError(f"{name}: the result's labels must be distinct, and labels of operands")
     if not isinstance(w, Float8Weight):
         x, in_x, w, in_w = w, in_w, x, in_x
 

@@ -1,14 +1,12 @@
 """Float8Weight: every way of multiplying it, what its views keep, its life inside modules.
 
-Shape letters: B batch or experts, M rows of x, N out features, K the contraction. x input, w weight.
+Letters: B batch or experts, M rows of x, N out features, K the contraction. x input, w weight.
 """
 
 import copy
 import dataclasses
-import io
 import pickle
-import subprocess
-import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +85,7 @@ def to_all(x: Tensor, w: Tensor, lin: Multiply) -> Tensor:
 
 def c(x: Tensor) -> Tensor:
     """An addend [N]."""
-    return torch.linspace(-2, 2, 48, dtype=BF16, device=x.device)
+    return torch.linspace(-2, 2, 48, dtype=BF16).to(x)
 
 
 K, MK, KM, NK, KN = (40,), (6, 40), (40, 6), (48, 40), (40, 48)
@@ -266,8 +264,8 @@ PRODUCTS: list[tuple[str, Multiply, Product, tuple[int, ...], tuple[int, ...]]] 
     ),
     (
         "another dtype",
-        lambda x, w: F.linear(x.float(), w.float()),
-        lambda x, w, lin: lin(x.float(), w.float()),
+        lambda x, w: F.linear(x.half(), w.half()),
+        lambda x, w, lin: lin(x.half(), w.half()),
         MK,
         NK,
     ),
@@ -281,15 +279,17 @@ def test_product(name: str, device: str) -> None:
     """Result and gradients: torch's up to FP8's noise, float8.linear's to the bit."""
     f, by_linear, x_shape, w_shape = BY_NAME[name]
     layer = wrapped(f, shape=w_shape, device=device)
-    x = torch.randn(x_shape, dtype=BF16, device=device)
+    inner(layer).add_(1)  # so that no sum happens to be small
+    x = torch.randn(x_shape, dtype=BF16, device=device) + 1
     plain = inner(layer).clone().requires_grad_()
     expected = step(f, x, plain)
     grad = expected[-1]
     got = step(f, x, layer.weight, grad)
-    for ours, theirs in zip(got, expected, strict=True):
+    truth = step(f, x.double(), plain.detach().double().requires_grad_(), grad.double())
+    for ours, theirs, exact in zip(got, expected, truth, strict=True):
         assert type(ours) is Tensor
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert sqnr(ours, theirs) > 25
+        assert sqnr(ours, exact) > 25
     same = step(lambda x, w: by_linear(x, w, float8.linear), x, plain, grad)
     for ours, theirs in zip(got, same, strict=True):
         assert_same_bytes(ours, theirs)
@@ -421,6 +421,16 @@ def test_in_place_change_before_backward_is_noticed() -> None:
     with torch.no_grad():
         layer.weight.mul_(2)
     assert "modified by an inplace operation" in error(y.sum().backward, RuntimeError)
+
+
+def test_autograd_grad_of_unused_weights() -> None:
+    used, unused = wrapped().weight, wrapped().weight
+    y = (torch.randn(6, 32, dtype=BF16) @ used.t()).sum()
+    first, second = torch.autograd.grad(y, [used, unused], retain_graph=True, allow_unused=True)
+    assert first.any() and second is None
+    zeros = torch.autograd.grad(y, [used, unused], retain_graph=True, materialize_grads=True)[1]
+    assert type(zeros) is Tensor and zeros.shape == unused.shape and not zeros.any()
+    assert "not have been used" in error(lambda: torch.autograd.grad(y, unused), RuntimeError)
 
 
 def test_inference_mode_and_no_grad() -> None:
@@ -632,202 +642,150 @@ def test_repr() -> None:
 
 def test_other_products_are_refused() -> None:
     """Also those that reach the weight below Python's functions: nothing falls back in silence."""
-    w, x = Float8Weight(torch.randn(6, 8)), torch.randn(5, 6)
-    experts, offsets = Float8Weight(torch.randn(2, 8, 8, dtype=BF16)), torch.tensor([2, 4]).int()
-    tokens = torch.randn(4, 8, dtype=BF16)
-    lstm = (torch.zeros(1, 8), torch.zeros(1, 8))
-    products: dict[str, Callable[[], Any]] = {
-        "mm": lambda: torch.tensordot(x, w, 1),
-        "mm ": lambda: torch.linalg.multi_dot([x, w]),
-        "mm  ": lambda: torch.ops.aten.mm(x, w),
-        "dot": lambda: torch.dot(w[0], torch.randn(8)),
-        "addmm_": lambda: torch.zeros(5, 8).addmm_(x, w),
-        "addmv": lambda: torch.addmv(torch.zeros(6), w, torch.zeros(8)),
-        "addbmm": lambda: torch.addbmm(torch.zeros(3, 8), torch.zeros(2, 3, 8), experts.float()),
-        "convolution": lambda: F.conv1d(torch.randn(1, 8, 9), experts.float()),
-        "_trilinear": lambda: F.bilinear(torch.randn(2, 8), torch.randn(2, 8), experts.float()),
-        "mm   ": lambda: torch.lstm_cell(
-            torch.randn(1, 8), lstm, w.new_zeros(32, 8), torch.zeros(32, 8)
-        ),
-        "addmm": lambda: torch.func.grad(lambda x: F.linear(x, w, x[0, :6]).sum())(x[:, :8]),
-        "_grouped_mm": lambda: torch._grouped_mm(tokens, experts, offsets),
-        "_grouped_mm ": lambda: torch._grouped_mm(tokens, experts, offs=offsets),
-        "_grouped_mm  ": lambda: F.grouped_mm(experts, experts.plain()),
-    }
-    products.pop("addmm")  # see test_functorch
-    for name, product in products.items():
-        assert error(product).startswith(f"{name.strip()} does not multiply a Float8Weight"), name
+    w, x, lstm = Float8Weight(torch.zeros(6, 8)), torch.zeros(5, 6), [torch.zeros(1, 8)] * 2
+    stack = Float8Weight(torch.zeros(2, 8, 8))
+    experts, tokens = stack.to(BF16), torch.zeros(4, 8, dtype=BF16)
+    offsets = torch.tensor([2, 4], dtype=torch.int32)
+    products: list[tuple[str, Callable[[], Any]]] = [
+        ("mm", lambda: torch.tensordot(x, w, 1)),
+        ("mm", lambda: torch.linalg.multi_dot([x, w])),
+        ("mm", lambda: torch.ops.aten.mm(x, w)),
+        ("mm", lambda: torch.lstm_cell(x[:1], lstm, w.new_zeros(32, 6), torch.zeros(32, 8))),
+        ("dot", lambda: torch.dot(w[0], torch.zeros(8))),
+        ("addmm_", lambda: torch.zeros(5, 8).addmm_(x, w)),
+        ("addmv", lambda: torch.addmv(torch.zeros(6), w, torch.zeros(8))),
+        ("addbmm", lambda: torch.addbmm(torch.zeros(3, 8), torch.zeros(2, 3, 8), stack)),
+        ("convolution", lambda: F.conv1d(torch.zeros(1, 8, 9), stack)),
+        ("_trilinear", lambda: F.bilinear(torch.zeros(2, 8), torch.zeros(2, 8), stack)),
+        ("_grouped_mm", lambda: torch._grouped_mm(tokens, experts, offsets)),
+        ("_grouped_mm", lambda: torch._grouped_mm(tokens, experts, offs=offsets)),
+        ("_grouped_mm", lambda: F.grouped_mm(experts, experts.plain())),
+    ]
+    for name, product in products:
+        assert error(product).startswith(f"{name} does not multiply a Float8Weight")
+
+
+def errors(kind: type[Exception], *calls: Callable[[], Any]) -> str:
+    return "\n".join(textwrap.fill(error(call, kind), 96) for call in calls)
 
 
 class TestMessages(expecttest.TestCase):
     """What came, what is needed, what to do."""
 
-    w = Float8Weight(torch.zeros(6, 8))
-
-    def refused(self, f: Callable[[], Any], expect: str, kind: Any = NotImplementedError) -> None:
-        self.assertExpectedInline(error(f, kind), expect, skip=1)
-
-    def test_other_product(self) -> None:
-        self.refused(
-            lambda: torch.tensordot(torch.zeros(5, 6), self.w, 1),
-            """mm does not multiply a Float8Weight (shape (6, 8), recipe rowwise) in FP8. What does: F.linear, @, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two; not in torch.func. Pass weight.plain() to multiply in high precision.""",
+    def test_other_ops(self) -> None:
+        w, x = Float8Weight(torch.zeros(6, 8)), torch.zeros(5, 6)
+        tokens, offsets = torch.zeros(4, 8, dtype=BF16), torch.tensor([2, 4]).int()
+        got = errors(
+            NotImplementedError,
+            lambda: torch.tensordot(x, w, 1),
+            lambda: F.grouped_mm(tokens, w.new_zeros(2, 8, 8).to(BF16), offs=offsets),
+            lambda: w @ w.t(),
+            lambda: torch.mm(x, w, out=torch.zeros(5, 8)),
+            lambda: torch.mm(x, w, out_dtype=torch.float32),
+            lambda: w.t_(),
+            lambda: w.resize_(3),
+            lambda: setattr(w, "data", torch.zeros(3, 8)),
         )
-
-    def test_grouped(self) -> None:
-        x, w = torch.zeros(4, 8, dtype=BF16), Float8Weight(torch.zeros(2, 8, 8, dtype=BF16))
-        offsets = torch.tensor([2, 4], dtype=torch.int32)
-        self.refused(
-            lambda: F.grouped_mm(x, w, offs=offsets),
-            """_grouped_mm does not multiply a Float8Weight (shape (2, 8, 8), recipe rowwise) in FP8. What does: F.linear(x[start:end], w[e]) for each expert e, or bmm. Pass weight.plain() to multiply in high precision.""",
-        )
-
-    def test_two_weights(self) -> None:
-        self.refused(
-            lambda: self.w @ self.w.t(),
-            """both operands are Float8Weights, and an FP8 product has one; multiply .plain() of them""",
-        )
-
-    def test_out(self) -> None:
-        self.refused(
-            lambda: torch.mm(torch.zeros(5, 6), self.w, out=torch.zeros(5, 8)),
-            """mm with a Float8Weight takes no out=; use its result""",
-        )
-
-    def test_shape_in_place(self) -> None:
-        self.refused(
-            lambda: self.w.t_(),
-            """t_ reshapes a Float8Weight in place; take a view of it instead""",
-        )
-        self.refused(
-            lambda: self.w.resize_(3),
-            """resize_ reshapes a Float8Weight in place; take a view of it instead""",
+        self.assertExpectedInline(
+            got,
+            """\
+mm does not multiply a Float8Weight (shape (6, 8), recipe rowwise) in FP8. What does: F.linear,
+@, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two; not in torch.func. Pass weight.plain() to
+multiply in high precision.
+_grouped_mm does not multiply a Float8Weight (shape (2, 8, 8), recipe rowwise) in FP8. What
+does: F.linear(x[start:end], w[e]) for each expert e, or bmm. Pass weight.plain() to multiply in
+high precision.
+both operands are Float8Weights, and an FP8 product has one; multiply .plain() of them
+mm with a Float8Weight takes no out=; use its result
+mm with a Float8Weight takes no out_dtype=; use its result
+t_ reshapes a Float8Weight in place; take a view of it instead
+resize_ reshapes a Float8Weight in place; take a view of it instead
+a Float8Weight's .data keeps its shape, strides, dtype and device: (torch.Size([6, 8]), (8, 1),
+torch.float32, device(type='cpu')), not (torch.Size([3, 8]), (8, 1), torch.float32,
+device(type='cpu'))""",
         )
 
     def test_einsum(self) -> None:
-        x = torch.zeros(6, 8)
-        for equation, expect in {
-            "nk,nk->nk": """""",
-            "nk,nj->kj": """""",
-        }.items():
-            del equation, expect
-        self.refused(
-            lambda: torch.einsum("nk,nk->nk", x, self.w),
-            """'nk,nk->nk' of shapes (6, 8) and (6, 8) with a Float8Weight is no matrix product, which sums over labels of both operands and over no other label of the weight; use weight.plain()""",
+        w, x = Float8Weight(torch.zeros(6, 8)), torch.zeros(6, 8)
+        got = errors(
+            NotImplementedError,
+            lambda: torch.einsum("nk,nk->nk", x, w),
+            lambda: torch.einsum("mk,nk->m", x, w),
+            lambda: torch.einsum("mm,nk->mn", torch.zeros(8, 8), w),
+            lambda: torch.einsum("mk,nk,nj->mj", x, w, x),
         )
-        self.refused(
-            lambda: torch.einsum("mk,nk->m", x, self.w),
-            """'mk,nk->m' of shapes (6, 8) and (6, 8) with a Float8Weight is no matrix product, which sums over labels of both operands and over no other label of the weight; use weight.plain()""",
+        self.assertExpectedInline(
+            got,
+            """\
+'nk,nk->nk' of shapes (6, 8) and (6, 8) with a Float8Weight is no matrix product, which sums
+over labels of both operands and over no other label of the weight; use weight.plain()
+'mk,nk->m' of shapes (6, 8) and (6, 8) with a Float8Weight is no matrix product, which sums over
+labels of both operands and over no other label of the weight; use weight.plain()
+'mm,nk->mn' of shapes (8, 8) and (6, 8) with a Float8Weight takes a diagonal, which is no matrix
+product
+einsum 'mk,nk,nj->mj' of 3 operands has a Float8Weight; contract in pairs""",
         )
-        self.refused(
-            lambda: torch.einsum("mm,nk->mn", torch.zeros(8, 8), self.w),
-            """'mm,nk->mn' of shapes (8, 8) and (6, 8) with a Float8Weight takes a diagonal, which is no matrix product""",
-        )
-        self.refused(
-            lambda: torch.einsum("mk,nk,nj->mj", x, self.w, x),
-            """einsum 'mk,nk,nj->mj' of 3 operands has a Float8Weight; contract in pairs""",
-        )
-        self.refused(
-            lambda: torch.einsum("mkj,nk->mn", x, self.w),
-            """'mkj,nk->mn' of shapes (6, 8) and (6, 8) with a Float8Weight: 'mkj' does not label 2 dimensions""",
+        got = errors(
             ValueError,
+            lambda: torch.einsum("mkj,nk->mn", x, w),
+            lambda: torch.einsum("mk,kn->mn", x, w),
+            lambda: torch.einsum("mk,nk->mnz", x, w),
         )
-        self.refused(
-            lambda: torch.einsum("mk,kn->mn", x, self.w),
-            """'mk,kn->mn' of shapes (6, 8) and (6, 8) with a Float8Weight: 'k' has sizes 8 and 6""",
-            ValueError,
-        )
-        self.refused(
-            lambda: torch.einsum("mk,nk->mnz", x, self.w),
-            """'mk,nk->mnz' of shapes (6, 8) and (6, 8) with a Float8Weight: the result needs different labels, all of the operands'""",
-            ValueError,
+        self.assertExpectedInline(
+            got,
+            """\
+'mkj,nk->mn' of shapes (6, 8) and (6, 8) with a Float8Weight: 'mkj' does not label 2 dimensions
+'mk,kn->mn' of shapes (6, 8) and (6, 8) with a Float8Weight: 'k' has sizes 8 and 6
+'mk,nk->mnz' of shapes (6, 8) and (6, 8) with a Float8Weight: the result's labels must be
+distinct, and labels of operands""",
         )
 
-    def test_shapes(self) -> None:
-        self.refused(
-            lambda: torch.mm(torch.zeros(5, 7), self.w),
-            """'mk,kn->mn' of shapes (5, 7) and (6, 8) with a Float8Weight: 'k' has sizes 7 and 6""",
+    def test_shapes_and_constructor(self) -> None:
+        w = Float8Weight(torch.zeros(6, 8))
+        got = errors(
             ValueError,
-        )
-        self.refused(
-            lambda: torch.mm(torch.zeros(2, 5, 6), self.w),
-            """'mk,kn->mn' of shapes (2, 5, 6) and (6, 8) with a Float8Weight: 'mk' does not label 3 dimensions""",
-            ValueError,
-        )
-        self.refused(
-            lambda: torch.zeros(5, 1) @ self.w[None],
-            """'...mk,...kn->...mn' of shapes (5, 1) and (1, 6, 8) with a Float8Weight: 'k' has sizes 1 and 6""",
-            ValueError,
-        )
-        self.refused(
-            lambda: torch.zeros(1, 5, 6).bmm(self.w.expand(2, 6, 8)),
-            """'bmk,bkn->bmn' of shapes (1, 5, 6) and (2, 6, 8) with a Float8Weight: 'b' has sizes 1 and 2""",
-            ValueError,
-        )
-        self.refused(
-            lambda: F.linear(torch.zeros(5, 6), self.w),
-            """x of shape (5, 6) does not fit a weight of shape (6, 8); needed (..., K) and (N, K)""",
-            ValueError,
-        )
-
-    def test_dtypes(self) -> None:
-        x = torch.zeros(5, 8)
-        self.refused(
-            lambda: F.linear(x.to(BF16), self.w),
-            """x is torch.bfloat16 and the weight torch.float32; bring both to one dtype, or run under torch.autocast""",
-            ValueError,
-        )
-        self.refused(
-            lambda: F.linear(x.double(), self.w.double()),
-            """x is torch.float64 and the weight torch.float64; an FP8 linear takes torch.bfloat16, torch.float16, torch.float32""",
-            ValueError,
-        )
-
-    def test_constructor(self) -> None:
-        self.refused(
+            lambda: torch.mm(torch.zeros(5, 7), w),
+            lambda: torch.mm(torch.zeros(2, 5, 6), w),
+            lambda: torch.zeros(5, 1) @ w[None],
+            lambda: torch.zeros(1, 5, 6).bmm(w.expand(2, 6, 8)),
             lambda: Float8Weight(torch.zeros(2, 2).int()),
-            """a Float8Weight holds a plain strided tensor in high precision, but got a Tensor of torch.int32 with layout torch.strided""",
-            ValueError,
+            lambda: Float8Weight(w),
         )
-        self.refused(
-            lambda: Float8Weight(self.w),
-            """a Float8Weight holds a plain strided tensor in high precision, but got a Float8Weight of torch.float32 with layout torch.strided""",
-            ValueError,
+        self.assertExpectedInline(
+            got,
+            """\
+'mk,kn->mn' of shapes (5, 7) and (6, 8) with a Float8Weight: 'k' has sizes 7 and 6
+'mk,kn->mn' of shapes (2, 5, 6) and (6, 8) with a Float8Weight: 'mk' does not label 3 dimensions
+'...mk,...kn->...mn' of shapes (5, 1) and (1, 6, 8) with a Float8Weight: 'k' has sizes 1 and 6
+'bmk,bkn->bmn' of shapes (1, 5, 6) and (2, 6, 8) with a Float8Weight: 'b' has sizes 1 and 2
+a Float8Weight holds a plain strided tensor in high precision, but got a Tensor of torch.int32
+with layout torch.strided
+a Float8Weight holds a plain strided tensor in high precision, but got a Float8Weight of
+torch.float32 with layout torch.strided""",
         )
 
     def test_wrap_parameter(self) -> None:
-        layer = Layer()
-        self.refused(
-            lambda: wrap_parameter(layer, "wieght"),
-            """Layer has no parameter 'wieght'; it has weight, bias""",
-            ValueError,
-        )
-        self.refused(
-            lambda: wrap_parameter(layer, "bias"),
-            """parameter 'bias' of shape (64,) is no matrix""",
-            ValueError,
-        )
+        layer, hooked = Layer(), Layer()
         wrap_parameter(layer, "weight")
-        self.refused(
-            lambda: wrap_parameter(layer, "weight", MXFP8),
-            """parameter 'weight' has recipe rowwise; unwrap_parameter first""",
-            ValueError,
-        )
-        hooked = Layer()
         hooked.weight.register_hook(lambda grad: grad)
-        self.refused(
+        got = errors(
+            ValueError,
+            lambda: wrap_parameter(layer, "wieght"),
+            lambda: wrap_parameter(layer, "bias"),
+            lambda: wrap_parameter(layer, "weight", MXFP8),
             lambda: wrap_parameter(hooked, "weight"),
-            """parameter 'weight' has hooks; register them after wrap_parameter""",
-            ValueError,
-        )
-        self.refused(
             lambda: unwrap_parameter(hooked, "weight"),
-            """Layer has no 'weight' that wrap_parameter has made""",
-            ValueError,
-        )
-        self.refused(
             lambda: unwrap_parameter(layer, "wieght"),
-            """Layer has no 'wieght' that wrap_parameter has made""",
-            ValueError,
+        )
+        self.assertExpectedInline(
+            got,
+            """\
+Layer has no parameter 'wieght'; it has weight, bias
+parameter 'bias' of shape (64,) is no matrix
+parameter 'weight' has recipe rowwise; unwrap_parameter first
+parameter 'weight' has hooks; register them after wrap_parameter
+Layer has no 'weight' that wrap_parameter has made
+Layer has no 'wieght' that wrap_parameter has made""",
         )
 
 
@@ -918,7 +876,6 @@ def test_load_state_dict(assign: bool, swap: bool, monkeypatch: pytest.MonkeyPat
     plain = Layer()
     plain.load_state_dict(layer.state_dict())
     assert_same_bytes(plain.weight, state["weight"])
-    assert torch.equal(wrapped(recipe=MXFP8).weight.plain(), inner(layer)) is False
 
 
 def test_load_state_dict_reports_what_is_missing() -> None:
@@ -948,21 +905,12 @@ def test_deepcopy_and_pickle() -> None:
 
 
 def test_saved_weight_loads_with_weights_only(tmp_path: Any) -> None:
-    """In a new process that imports float8.weight and nothing else of ours."""
+    """Recipe and all: its classes are registered when float8 is imported."""
     layer = wrapped(recipe=MXFP8)
     torch.save({"p": layer.weight, "view": layer.weight.detach()[:3].t()}, tmp_path / "w.pt")
     for name, value in torch.load(tmp_path / "w.pt", weights_only=True).items():
         assert isinstance(value, Float8Weight) and value.recipe == MXFP8, name
         assert isinstance(value, nn.Parameter) == (name == "p")
-    code = (
-        "import sys, torch, float8.weight\n"
-        "w = torch.load(sys.argv[1], weights_only=True)['p']\n"
-        "print(type(w).__name__, w.recipe.name, w.plain().sum().item())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "w.pt")], text=True, capture_output=True
-    )
-    assert done.stdout.split() == ["Float8Weight", "mxfp8", str(inner(layer).sum().item())], done
 
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -1099,14 +1047,11 @@ def test_last_run() -> None:
 COMPILED: dict[str, Multiply] = {
     "linear": F.linear,
     "@": lambda x, w: x @ w.t(),
-    "mm": lambda x, w: torch.mm(x, w.T),
     "addmm": lambda x, w: torch.addmm(x[:, :1], x, w.mT),
     "w first": lambda x, w: (w @ x.mT).mT,
     "cast": lambda x, w: F.linear(x.float(), w.float()),
     "chunks": lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
     "experts": lambda x, w: torch.einsum("mk,enk->men", x, w.view(2, 32, 32)),
-    "bmm": lambda x, w: torch.bmm(x.view(2, -1, 32), w.view(2, 32, 32).mT),
-    "select": lambda x, w: x @ w.view(2, 32, 32)[1],
     "float8.linear": lambda x, w: float8.linear(x, w),
 }
 
@@ -1130,7 +1075,6 @@ def test_compiled_without_a_graph_break(name: str) -> None:
     call = torch.compile(layer, backend=count, fullgraph=True)
     check_compiled(layer, torch.randn(6, 32, dtype=BF16), call)
     assert count.frame_count == 1
-    layer.weight.record.last_run = None
 
 
 def test_compiled_records_the_run() -> None:
@@ -1208,3 +1152,46 @@ def test_inductor() -> None:
         torch._dynamo.reset()
         layer.weight.recipe = recipe
         check_compiled(layer, x, torch.compile(layer, fullgraph=True))
+
+
+# ------------------------------------------------------------------------------------- distributed
+
+
+# torch 2.11's threads that act as ranks end with an AttributeError.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_fully_shard_with_uneven_shards() -> None:
+    """Two ranks: the numbers of one process, plain (sharded) state dicts, both ways to load."""
+    common = pytest.importorskip("torch.testing._internal.common_distributed")
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    reference = wrapped(lambda x, w: (x @ w.t()).relu(), shape=(33, 32), dtype=torch.float32)
+    x = torch.randn(8, 32)
+
+    def losses(model: nn.Module, steps: int = 3) -> list[float]:
+        optimiser, result = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(steps):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            result.append(loss.item())
+        return result
+
+    @common.spawn_threads_and_init_comms(world_size=2)
+    def run(_: Any) -> None:
+        models = [copy.deepcopy(reference) for _ in range(3)]
+        expected = losses(copy.deepcopy(reference), 4)
+        for model in models:
+            fully_shard(model)
+        assert losses(models[0]) == expected[:3]
+        state = models[0].state_dict()
+        assert type(state["weight"]._local_tensor) is Tensor
+        models[1].load_state_dict(state)
+        models[2].load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+        for model in models:
+            assert isinstance(model.weight._local_tensor, Float8Weight)
+            assert losses(model, 1) == expected[3:]
+        assert "is sharded" in error(lambda: unwrap_parameter(models[0], "weight"), ValueError)
+
+    run(None)
