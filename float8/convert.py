@@ -289,8 +289,8 @@ def convert(
         keep: patterns of layers to leave in high precision, whatever ``recipe`` says.
         experts: for stacks of expert matrices that no pattern of a recipe map matches: "auto" goes
             by ``recipe``, a Recipe is theirs alone, False leaves them in high precision.
-        strict: raise when nothing was converted, or when a pattern or option that you passed
-            decided nothing.
+        strict: raise when nothing was converted, or when a pattern or a Recipe for experts that you
+            passed decided nothing.
 
     Raises:
         ValueError: an argument is of the wrong kind, a layer is in FP8 already, or ``strict``
@@ -317,7 +317,7 @@ def convert(
     if strict:
         asked: list[tuple[str, object]] = [("keep", p) for p in keep if p not in KEEP]
         asked += [("recipe", p) for p in (recipe if isinstance(recipe, Mapping) else ())]
-        asked += [("experts", experts)] * (experts != "auto")
+        asked += [("experts", experts)] * isinstance(experts, Recipe)
         _check_outcome(model, report, sites, [option for option in asked if option not in used])
     todo = [(site, decision) for site, decision in decisions if isinstance(decision, Recipe)]
     _change_all(todo, _enter, _leave)

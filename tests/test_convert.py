@@ -290,14 +290,15 @@ def test_patterns_that_decide_nothing_are_refused() -> None:
     model = Net()
     before = {name: type(module) for name, module in model.named_modules()}
     recipe = {"down": ROWWISE, "*.down": MXFP8, "*": ROWWISE, "fc": ROWWISE}
-    message = raised(lambda: convert(model, recipe, keep=("blocks", "head"), experts=False))
+    message = raised(lambda: convert(model, recipe, keep=("blocks", "head"), experts=MXFP8))
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert_expected_inline(
         message.split(". ")[0],
         """convert left the model as it was: pattern 'blocks' of keep decides nothing ('blocks' only holds layers, which 'blocks.*' matches); pattern 'head' of keep decides nothing; pattern '*.down' of recipe decides nothing, since keep or an earlier pattern has decided what it matches; pattern 'fc' of recipe decides nothing; no stack of expert matrices is left for experts= to decide""",  # noqa: E501
     )
-    report = convert(model, recipe, keep=("blocks", "head"), experts=False, strict=False)
+    report = convert(model, recipe, keep=("blocks", "head"), experts=MXFP8, strict=False)
     assert len(report.converted) == 5
+    assert len(convert(Net(), experts=False).converted) == 4
 
 
 def test_nothing_to_convert_is_refused() -> None:
