@@ -1,6 +1,11 @@
 """FP8 training for PyTorch: one tensor, one dispatch table, one recipe object."""
 
 from . import ops as ops
+from .convert import Report as Report
+from .convert import cached_weights as cached_weights
+from .convert import convert as convert
+from .convert import revert as revert
+from .convert import summary as summary
 from .devices import assume_device as assume_device
 from .devices import device_profile as device_profile
 from .devices import format_for as format_for
@@ -30,3 +35,4 @@ from .scaling import FULL as FULL
 from .tensor import Float8TrainingTensor as Float8TrainingTensor
 from .tensor import convert_format as convert_format
 from .tensor import quantize as quantize
+from .weight import Float8Weight as Float8Weight
