@@ -11,12 +11,13 @@ Every operand is written as [rows, contraction], so one block shape ``(rows, con
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .devices import assumed_device, format_for
+from .devices import DeviceProfile, assumed_device, device_profile, format_for
 from .kernels.matmul import Operand, select
 from .kernels.quantize import CastPlan
 from .scaling import FULL, Block, block_name, check_block, check_scale_mode, scale_dtype
@@ -104,7 +105,9 @@ class Recipe:
 
     def plan(self, device: torch.device) -> Plans:
         """Formats and implementations of forward, dgrad and wgrad on ``device``; None for a high-precision GEMM."""
-        return _plan(self.forward, device), _plan(self.dgrad, device), _plan(self.wgrad, device)
+        if torch.compiler.is_compiling():
+            return _plan(self.forward, device), _plan(self.dgrad, device), _plan(self.wgrad, device)
+        return _plans(self, device, device_profile(device))
 
     def __str__(self) -> str:
         rows = [("GEMM", "first operand", "second operand", "accumulation")]
@@ -115,6 +118,11 @@ class Recipe:
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"Recipe {self.name} (weight for dgrad: {self.weight_for_dgrad})", *lines])
+
+
+@functools.cache  # 10 us instead of 100, three times a layer; Dynamo does not see through a cache, and needs none
+def _plans(recipe: Recipe, device: torch.device, profile: DeviceProfile) -> Plans:
+    return _plan(recipe.forward, device), _plan(recipe.dgrad, device), _plan(recipe.wgrad, device)
 
 
 def _plan(gemm: Gemm | None, device: torch.device) -> Plan | None:

@@ -245,6 +245,7 @@ def test_plans_of_devices_that_this_machine_is_not(
 ) -> None:
     profile = describe(arch)
     monkeypatch.setattr(devices, "device_profile", lambda device: profile)
+    monkeypatch.setattr("float8.recipe.device_profile", lambda device: profile)
     monkeypatch.setattr(matmul, "device_profile", lambda device: profile)
     got = {
         name: " ".join("None" if plan is None else plan.impl for plan in recipe.plan(CPU))

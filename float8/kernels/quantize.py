@@ -6,13 +6,14 @@ run Triton kernels that give the same bytes, where ``triton_refusal`` does not s
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
-from ..devices import device_profile
+from ..devices import DeviceProfile, device_profile
 from ..formats import E8M0, format_of
 from ..scaling import (
     FULL,
@@ -146,17 +147,21 @@ _ROWS_PER_TILE = 128
 
 def triton_refusal(x: Tensor, *casts: CastPlan) -> str | None:
     """Why the Triton kernels do not cast x, None if they do. The reference runs instead, with the same result."""
-    profile = device_profile(x.device)
+    if x.numel() == 0 or max(x.shape) > _GRID_LIMIT * _ROWS_PER_TILE or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT):
+        return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
+    return _refusal(device_profile(x.device), x.ndim, casts)
+
+
+@functools.cache  # what does not depend on sizes
+def _refusal(profile: DeviceProfile, ndim: int, casts: tuple[CastPlan, ...]) -> str | None:
     if (reason := profile.refusal("convert")) is not None:
         return reason
     if any(format_of(cast.dtype).flavour != profile.flavour for cast in casts):
         return f"{profile.arch} converts to {profile.flavour} formats only"
-    if x.ndim not in (2, 3) or any(cast.block[:-2] not in ((), (1,)) for cast in casts):
+    if ndim not in (2, 3) or any(cast.block[:-2] not in ((), (1,)) for cast in casts):
         return "the kernels take a matrix, or a stack of matrices with a leading block of 1"
     if any(cast.block[-2:] not in TRITON_BLOCKS for cast in casts):
         return f"the kernels' blocks are {', '.join(map(block_name, TRITON_BLOCKS))}"
-    if x.numel() == 0 or max(x.shape) > _GRID_LIMIT * _ROWS_PER_TILE or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT):
-        return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
     return None if has_triton_package() else "triton is not installed"
 
 
