@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 
 from .devices import assumed_device
@@ -107,8 +108,13 @@ class Float8Weight(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and not torch.compiler.is_compiling():
-            return _grad(*args, **kwargs)
+        if func is torch.autograd.grad and not (
+            kwargs.get("materialize_grads") or any(_is_traced(t) for t in args[1])
+        ):
+            # A checkpoint may repeat products meanwhile, which are to be caught, so functions stay
+            # enabled. Weights go in as edges of the graph, which do not lead back here.
+            edge = torch.autograd.graph.get_gradient_edge
+            return func(*_each(args, lambda t: edge(t) if isinstance(t, cls) else t), **kwargs)
         product = _PRODUCTS.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             if product is None:
@@ -137,22 +143,21 @@ class Float8Weight(torch.Tensor):
         plain_args = _each(args, unwrap)
         plain_kwargs = {name: _each(value, unwrap) for name, value in kwargs.items()}
         w = weights[0]
-        if kind == "multiplies" or kind == "reshapes":
+        if kind in ("multiplies", "reshapes"):
             raise NotImplementedError(_refusal(func, kind, w))
         out = func(*plain_args, **plain_kwargs)
         if kind == "writes":
             wrapper = {id(w.original): w for w in weights}
             _count_writes(func, plain_args, plain_kwargs, wrapper.keys())
             return _each(out, lambda t: wrapper.get(id(t), t))
-        if kind == "joins" and (
-            len(weights) < len(args[0]) or any(other.recipe != w.recipe for other in weights)
-        ):
-            return out
-        if kind == "other":
+        joins = kind != "joins" or (
+            len(weights) == len(args[0]) and all(other.recipe == w.recipe for other in weights)
+        )
+        if kind == "other" or not joins:
             return out
         with torch.inference_mode(w.is_inference()):  # autograd wants views to be as their base is
             out = _each(out, lambda t: _like(w, t) if _is_high_precision(t) else t)
-        if kind == "views" and torch.compiler.is_compiling():
+        if kind == "views" and _is_traced(w):
             return return_and_correct_aliasing(func, args, kwargs, out)
         return out
 
@@ -231,6 +236,10 @@ def _each(t: Any, change: Callable[[Tensor], Any]) -> Any:
     return t
 
 
+def _is_traced(t: Any) -> bool:
+    return isinstance(t, Float8Weight) and isinstance(t.original, FunctionalTensor)
+
+
 def _is_high_precision(t: Tensor) -> bool:
     # float64 too, so that model.double() works; multiplying it then raises.
     return t.dtype.is_floating_point and t.dtype.itemsize > 1
@@ -279,22 +288,6 @@ def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
             _each(args[i] if i < len(args) else kwargs.get(argument.name), count)
 
 
-def _grad(
-    outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **kwargs: Any
-) -> Any:
-    """autograd.grad. Products that a checkpoint repeats meanwhile have to be caught, so functions
-    cannot be disabled; weights go in as edges of the graph, which do not lead back here."""
-    edge = torch.autograd.graph.get_gradient_edge
-    edges = _each([outputs, inputs], lambda t: edge(t) if isinstance(t, Float8Weight) else t)
-    kwargs["allow_unused"] = kwargs.get("allow_unused") or materialize_grads
-    grads = torch.autograd.grad(*edges, *args, **kwargs)
-    if materialize_grads:
-        grads = tuple(
-            torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads, strict=True)
-        )
-    return grads
-
-
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(w: Float8Weight) -> Tensor:
@@ -330,13 +323,18 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.stack([_linear(x_MK, w_NK, None, recipe, plans) for x_MK, w_NK in pairs])
 
 
-def _contract(equation: str, a: Tensor, b: Tensor, letters_broadcast: bool = False) -> Tensor:
+def _contract(
+    equation: str, left: Tensor, right: Tensor, letters_broadcast: bool = False
+) -> Tensor:
     """einsum, by sorting labels into batch (in x, w and the result), inner (in x and w), rows (x)
     and columns (w). Sizes of 1 broadcast in an ellipsis; einsum itself broadcasts all."""
-    name = f"{equation!r} of shapes {tuple(a.shape)} and {tuple(b.shape)} with a Float8Weight"
+    name = (
+        f"{equation!r} of shapes {tuple(left.shape)} and {tuple(right.shape)} with a Float8Weight"
+    )
     terms, arrow, result = equation.replace(" ", "").partition("->")
     first, _, second = terms.partition(",")
-    x, in_x, w, in_w = a, _labels(first, a.ndim, name), b, _labels(second, b.ndim, name)
+    x, in_x = left, _labels(first, left.ndim, name)
+    w, in_w = right, _labels(second, right.ndim, name)
     every = [*in_x, *in_w]
     hidden = sorted({s for s in every if isinstance(s, int)})
     if arrow:
@@ -371,10 +369,10 @@ def _contract(equation: str, a: Tensor, b: Tensor, letters_broadcast: bool = Fal
     batch = [s for s in in_w if s in in_x and s in out]
     rows, columns = [s for s in in_x if s not in in_w], [s for s in in_w if s not in in_x]
     size = dict(zip([*in_x, *in_w], [*x.shape, *w.shape], strict=True))
-    b_, m, n, k = ([math.prod(size[s] for s in part)] for part in (batch, rows, columns, inner))
-    b_ = b_ if batch else []
-    x = x.permute([in_x.index(s) for s in batch + rows + inner]).reshape(b_ + m + k)
-    w = w.permute([in_w.index(s) for s in batch + columns + inner]).reshape(b_ + n + k)
+    b, m, n, k = ([math.prod(size[s] for s in part)] for part in (batch, rows, columns, inner))
+    b = b if batch else []
+    x = x.permute([in_x.index(s) for s in batch + rows + inner]).reshape(b + m + k)
+    w = w.permute([in_w.index(s) for s in batch + columns + inner]).reshape(b + n + k)
     have = batch + rows + columns
     y = _times(x, w).reshape([size[s] for s in have])
     return y if have == out else y.permute([have.index(s) for s in out])
