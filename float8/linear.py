@@ -105,6 +105,16 @@ class _Linear(torch.autograd.Function):
         return gx_MK, gw_NK, None, None, None, None
 
 
+def _keep_whole() -> None:
+    """Put ``_Linear`` into graphs as one call instead of a subgraph of its own, in which torch 2.11 loses the marks of
+    activation checkpointing, so that nothing is recomputed and everything kept."""
+    torch._dynamo.allow_in_graph(_Linear)
+
+
+# torch.compile runs it while tracing. (As a decorator, allow_in_graph would import torch._dynamo with us: 2 s.)
+_keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class CachedWeight(NamedTuple):
     """A weight's FP8 copies for forward [N, K] and dgrad [K, N] (None where that GEMM is in high precision), and what
     they were made of."""
@@ -186,6 +196,8 @@ def _linear(
     for n in lead:
         tokens *= n
     w_NK, w_KN = (None, None) if cached is None else cached[:2]
+    if torch.compiler.is_compiling():
+        _keep_whole()
     y_MN = _Linear.apply(  # type: ignore[no-untyped-call]
         x.reshape(tokens, x.shape[-1]), weight, plans, recipe.weight_for_dgrad == "save", w_NK, w_KN
     )
