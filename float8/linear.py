@@ -17,7 +17,7 @@ from .kernels.quantize import CastPlan
 from .recipe import ROWWISE, Plan, Plans, Recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
 
-Parts = tuple[Tensor, Tensor | None] | tuple[None, None]  # (data, scale); (x, None) in high precision
+Parts = tuple[Any, Any]  # (data, scale); (x, None) in high precision; (None, None) if nobody asked
 
 
 def _cast(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> tuple[Parts, Parts]:
@@ -44,7 +44,7 @@ def _mm(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
         Float8TrainingTensor(data, scale, cast.block, dtype)
         for (data, scale), cast in ((a, plan.a), (b, plan.b))
     )
-    return multiply(left, right.t(), plan.impl, fast_accum=plan.fast_accum)
+    return multiply(left, right.t(), plan.impl, fast_accum=plan.fast_accum)  # type: ignore[arg-type]
 
 
 class _Linear(torch.autograd.Function):
@@ -129,10 +129,10 @@ class CachedWeight(NamedTuple):
     @torch.no_grad()
     def of(weight: Tensor, recipe: Recipe) -> CachedWeight:
         forward, dgrad, _ = recipe.plan(weight.device)
-        copies = []
-        for plan, (data, scale) in zip((forward, dgrad), _cast(weight, forward and forward.b, dgrad and dgrad.b), strict=True):
-            copies.append(None if plan is None else Float8TrainingTensor(data, scale, plan.b.block, weight.dtype))
-        return CachedWeight(*copies, weight, weight._version, recipe)
+        w, w_t = _cast(weight, forward and forward.b, dgrad and dgrad.b)
+        w_NK = None if forward is None else Float8TrainingTensor(*w, forward.b.block, weight.dtype)
+        w_KN = None if dgrad is None else Float8TrainingTensor(*w_t, dgrad.b.block, weight.dtype)
+        return CachedWeight(w_NK, w_KN, weight, weight._version, recipe)
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
         """Raise RuntimeError unless the copies are of this weight as it is now, made for this recipe."""
