@@ -1006,6 +1006,12 @@ def test_a_recipe_can_change_between_steps() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, torch refuses cuBLAS under deterministic algorithms."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
 def _no_assumed_device() -> Iterator[None]:
     yield
     assert float8.devices.assumed_device() is None
