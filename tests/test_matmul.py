@@ -167,7 +167,7 @@ def test_a_nan_scale_surfaces_in_its_rows_or_columns_and_nowhere_else() -> None:
 
 
 def tiny(name: str, device: str) -> tuple[Matrix, Matrix]:
-    """Operands with scales of 2^-80, whose product is 0 in float32, while 2^-160 * 448^2 * 512, which
+    """Operands with scales of 2^-80, whose product is 0 in float32; 2^-160 * 448^2 * 512, which
     every element of the operands' product is, is not."""
     data = torch.full((16, 512), 448.0, device=device).to(E4M3FN.dtype)
     block_a, block_b, _ = NATIVE[name]
