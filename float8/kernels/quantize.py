@@ -147,7 +147,7 @@ _ROWS_PER_TILE = 128
 
 def triton_refusal(x: Tensor, *casts: CastPlan) -> str | None:
     """Why the Triton kernels do not cast x, None if they do. The reference runs instead, with the same result."""
-    if x.numel() == 0 or max(x.shape) > _GRID_LIMIT * _ROWS_PER_TILE or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT):
+    if x.numel() == 0 or max(x.shape, default=0) > _GRID_LIMIT * _ROWS_PER_TILE or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT):
         return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
     return _refusal(device_profile(x.device), x.ndim, casts)
 

@@ -357,7 +357,7 @@ def row_kernel(
         if COLUMNS:
             columns = _larger(columns, magnitude)
         scale, inverse, live = _scale(_amax(magnitude, 0), T)
-        tl.store(row_scale + e * M + at, scale)
+        _store_scale(row_scale + e * M + at, scale, None)
         _store_row(row + (e * M + at) * K + c, v * inverse, live, inside, T)
     if COLUMNS:
         tl.store(partial + (e * G + pid) * K + c, columns.to(tl.int32, bitcast=True), mask=inside)
