@@ -462,9 +462,9 @@ def _change_all(
             raise
 
 
-def revert(model: nn.Module) -> None:
+def revert(model: nn.Module) -> nn.Module:
     """Give back what ``convert`` found, in place: classes, attributes, plain parameters (the same
-    objects, with what training made of their values).
+    objects, with what training made of their values). Returns ``model``.
 
     Raises:
         ValueError: nothing in ``model`` is in FP8, or something was built on a converted layer
@@ -495,6 +495,7 @@ def revert(model: nn.Module) -> None:
     _change_all(found, _leave, _enter)
     for module in model.modules():
         _reasons.pop(module, None)
+    return model
 
 
 def _check_module(model: object, name: str) -> None:

@@ -1,7 +1,7 @@
 """The FP8 linear layer: one autograd function, three GEMMs.
 
-Shape letters: M tokens (all leading dimensions folded), N out features, K in features. x input, w weight, g gradient of
-the output.
+Shape letters: M tokens (all leading dimensions folded), N out features, K in features. x input, w
+    weight, g gradient of the output.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ Parts = tuple[Any, Any]  # (data, scale); (x, None) in high precision; (None, No
 
 
 def _cast(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> tuple[Parts, Parts]:
-    """FP8 parts of x and of its transpose, together where both are asked for; (None, None) for a cast that is None."""
+    """FP8 parts of x and of its transpose, together where both are asked for; (None, None) for a
+    cast that is None."""
     if cast is not None and cast_t is not None:
         data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(
-            x, cast.block, cast.dtype, cast.scale_mode, cast_t.block, cast_t.dtype, cast_t.scale_mode
+            x,
+            cast.block,
+            cast.dtype,
+            cast.scale_mode,
+            cast_t.block,
+            cast_t.dtype,
+            cast_t.scale_mode,
         )
         return (data, scale), (data_t, scale_t)
     return _cast_one(x, cast), _cast_one(x.t(), cast_t)
@@ -48,8 +55,9 @@ def _mm(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x @ w.T. Saved for backward: FP8 copies of x in the layout wgrad needs (x itself where wgrad is in high
-    precision), and the weight parameter, or its FP8 copy for dgrad; each only if a requested gradient needs it."""
+    """y = x @ w.T. Saved for backward: FP8 copies of x in the layout wgrad needs (x itself where
+    wgrad is in high precision), and the weight parameter, or its FP8 copy for dgrad; each only if a
+    requested gradient needs it."""
 
     @staticmethod
     def forward(
@@ -65,7 +73,11 @@ class _Linear(torch.autograd.Function):
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         forward, dgrad, wgrad = plans
         keep_x = wgrad.b if needs_gw and wgrad is not None else None
-        keep_w = dgrad.b if needs_gx and dgrad is not None and save_weight and cached_KN is None else None
+        keep_w = (
+            dgrad.b
+            if needs_gx and dgrad is not None and save_weight and cached_KN is None
+            else None
+        )
         cast_w = forward.b if forward is not None and cached_NK is None else None
         x, x_t = _cast(x_MK, None if forward is None else forward.a, keep_x)
         w, w_t = _cast(w_NK, cast_w, keep_w)
@@ -90,7 +102,9 @@ class _Linear(torch.autograd.Function):
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         _, dgrad, wgrad = ctx.plans
         g, g_t = _cast(
-            g_MN, dgrad.a if needs_gx and dgrad is not None else None, wgrad.a if needs_gw and wgrad is not None else None
+            g_MN,
+            dgrad.a if needs_gx and dgrad is not None else None,
+            wgrad.a if needs_gw and wgrad is not None else None,
         )
         gx_MK = gw_NK = None
         if needs_gx:
@@ -100,24 +114,28 @@ class _Linear(torch.autograd.Function):
                 w_t = _cast(w, None, dgrad.b)[1] if w_scale is None else (w, w_scale)
                 gx_MK = _mm(g, w_t, dgrad, dtype)
         if needs_gw:
-            product = torch.mm(g_MN.t(), x) if wgrad is None else _mm(g_t, (x, x_scale), wgrad, dtype)
+            product = (
+                torch.mm(g_MN.t(), x) if wgrad is None else _mm(g_t, (x, x_scale), wgrad, dtype)
+            )
             gw_NK = product.to(ctx.w_dtype)
         return gx_MK, gw_NK, None, None, None, None
 
 
 def _keep_whole() -> None:
-    """Put ``_Linear`` into graphs as one call instead of a subgraph of its own, in which torch 2.11 loses the marks of
-    activation checkpointing, so that nothing is recomputed and everything kept."""
+    """Put ``_Linear`` into graphs as one call instead of a subgraph of its own, in which torch 2.11
+    loses the marks of activation checkpointing, so that nothing is recomputed and everything
+    kept."""
     torch._dynamo.allow_in_graph(_Linear)
 
 
-# torch.compile runs it while tracing. (As a decorator, allow_in_graph would import torch._dynamo with us: 2 s.)
+# torch.compile runs it while tracing. (As a decorator, allow_in_graph would import torch._dynamo
+# with us: 2 s.)
 _keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class CachedWeight(NamedTuple):
-    """A weight's FP8 copies for forward [N, K] and dgrad [K, N] (None where that GEMM is in high precision), and what
-    they were made of."""
+    """A weight's FP8 copies for forward [N, K] and dgrad [K, N] (None where that GEMM is in high
+    precision), and what they were made of."""
 
     w_NK: Float8TrainingTensor | None
     w_KN: Float8TrainingTensor | None
@@ -135,22 +153,30 @@ class CachedWeight(NamedTuple):
         return CachedWeight(w_NK, w_KN, weight, weight._version, recipe)
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
-        """Raise RuntimeError unless the copies are of this weight as it is now, made for this recipe."""
+        """Raise RuntimeError unless the copies are of this weight as it is now, made for this
+        recipe."""
         if weight is self.weight and weight._version == self.version and recipe == self.recipe:
             return
         raise RuntimeError(
-            f"the weight (shape {tuple(weight.shape)}) or the recipe of a layer changed inside float8.cached_weights, whose "
-            "FP8 copies are of the old one; leave the block before the optimiser's step, loading, .to() or a new recipe"
+            f"the weight (shape {tuple(weight.shape)}) or the recipe of a layer changed inside "
+            "float8.cached_weights, whose "
+            "FP8 copies are of the old one; leave the block before the optimiser's step, loading, "
+            ".to() or a new recipe"
         )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe = ROWWISE) -> Tensor:
-    """``x @ weight.T + bias`` in FP8, forward and backward, as ``recipe`` says; differentiable once.
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe = ROWWISE
+) -> Tensor:
+    """``x @ weight.T + bias`` in FP8, forward and backward, as ``recipe`` says; differentiable
+    once.
 
     Args:
         x: [..., K] bf16, fp16 or fp32, any number of leading dimensions, any sizes including 0.
-        weight: [N, K], of x's dtype. Under autocast x and bias are cast to its dtype, while the weight is quantised from
-            its own precision. A ``Float8TrainingTensor`` multiplies as it is (the dispatch table's matrix products).
+        weight: [N, K], of x's dtype. Under autocast x and bias are cast to its dtype, while the
+            weight is quantised from
+            its own precision. A ``Float8TrainingTensor`` multiplies as it is (the dispatch table's
+            matrix products).
         bias: [N]; added in its own precision or x's, the higher one; its gradient is never FP8.
 
     Returns: [..., N] of x's dtype.
@@ -159,21 +185,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
         ValueError: shapes or dtypes do not fit.
         NotImplementedError: called under torch.func.grad, vmap or another functorch transform.
     """
+    if (plain := getattr(type(weight), "plain", None)) is not None:
+        weight = plain(weight)  # a Float8Weight's own recipe is for modules that do not name one
     return _linear(x, weight, bias, recipe, recipe.plan(x.device))
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, plans: Plans, cached: CachedWeight | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    plans: Plans,
+    cached: CachedWeight | None = None,
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    ):
         raise NotImplementedError(
-            "float8.linear was called under a functorch transform (torch.func.grad, vmap, jvp, ...), which its autograd "
-            "function does not support; use .backward() or torch.autograd.grad, or float8.revert(model) first"
+            "float8.linear was called under a functorch transform (torch.func.grad, vmap, jvp, "
+            "...), which its autograd "
+            "function does not support; use .backward() or torch.autograd.grad, or "
+            "float8.revert(model) first"
         )
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
     device_type = x.device.type
-    # "meta" has no autocast, and asking raises (torch 2.11 cannot trace torch.amp.is_autocast_available).
+    # "meta" has no autocast, and asking raises (torch 2.11 cannot trace
+    # torch.amp.is_autocast_available).
     autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     if autocast and x.dtype in HIGH_PRECISION:
         dtype = torch.get_autocast_dtype(device_type)
@@ -181,15 +220,18 @@ def _linear(
         bias = None if bias is None else bias.to(dtype)
     elif x.dtype != weight.dtype:
         raise ValueError(
-            f"x is {x.dtype} and the weight {weight.dtype}; bring both to one dtype, or run under torch.autocast"
+            f"x is {x.dtype} and the weight {weight.dtype}; bring both to one dtype, or run under "
+            "torch.autocast"
         )
     if x.dtype not in HIGH_PRECISION or weight.dtype not in HIGH_PRECISION:
         raise ValueError(
-            f"x is {x.dtype} and the weight {weight.dtype}; an FP8 linear takes {', '.join(map(str, HIGH_PRECISION))}"
+            f"x is {x.dtype} and the weight {weight.dtype}; an FP8 linear takes "
+            f"{', '.join(map(str, HIGH_PRECISION))}"
         )
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}; needed (..., K) and (N, K)"
+            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}; "
+            "needed (..., K) and (N, K)"
         )
     lead = x.shape[:-1]
     tokens = 1
@@ -210,11 +252,12 @@ def _record(layer: Float8Linear, run: tuple[str, str, str]) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """``nn.Linear`` whose GEMMs run as ``recipe`` says. Its parameters are plain; so is its state dict.
+    """``nn.Linear`` whose GEMMs run as ``recipe`` says. Its parameters are plain; so is its state
+    dict.
 
-    ``float8.convert`` turns an ``nn.Linear`` into one by its class alone. ``last_run`` holds the names of the
-    implementations that forward, dgrad and wgrad took (or, in backward, will take) when the layer was last run or traced,
-    None before.
+    ``float8.convert`` turns an ``nn.Linear`` into one by its class alone. ``last_run`` holds the
+    names of the implementations that forward, dgrad and wgrad took (or, in backward, will take)
+    when the layer was last run or traced, None before.
     """
 
     recipe: Recipe
@@ -238,8 +281,8 @@ class Float8Linear(nn.Linear):
         plans = self.recipe.plan(input.device)
         forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
         if torch.compiler.is_compiling():
-            # Dynamo takes no change of an attribute inside a checkpointed region, as it could change what is recomputed;
-            # this one does not.
+            # Dynamo takes no change of an attribute inside a checkpointed region, as it could
+            # change what is recomputed; this one does not.
             unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
             unchecked(_record, self, (forward, dgrad, wgrad))
         else:

@@ -1,7 +1,9 @@
-"""The stateless ops, on plain tensors: the same as ``torch.ops.float8.*``, with their references and fake kernels.
+"""The stateless ops, on plain tensors: the same as ``torch.ops.float8.*``, with their references
+and fake kernels.
 
-They carry no gradient and know no tensor class; ``float8.quantize``, ``Float8TrainingTensor`` and ``float8.linear`` are made
-of them. Arguments and formulas: ``float8/kernels/quantize.py`` and ``float8/kernels/matmul.py``.
+They carry no gradient and know no tensor class; ``float8.quantize``, ``Float8TrainingTensor`` and
+``float8.linear`` are made of them. Arguments and formulas: ``float8/kernels/quantize.py`` and
+``float8/kernels/matmul.py``.
 """
 
 import torch

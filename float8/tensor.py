@@ -124,6 +124,13 @@ class Float8TrainingTensor(torch.Tensor):
         tangent.__tensor_flatten__ = lambda: ((), None)
         return tangent  # type: ignore[no-any-return]
 
+    def _stable_hash_for_caching(self) -> str:
+        """All that compiled code depends on, for torch's cache of it on disk."""
+        parts = [
+            (t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (self.qdata, self.scale)
+        ]
+        return repr((parts, self.block, self.orig_dtype, self.device, self.requires_grad))
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # As bytes: plain pickle cannot write FP8 storages (torch 2.11 to 2.14).
         scale = self.scale.view(torch.uint8) if self.scale.dtype == E8M0.dtype else self.scale

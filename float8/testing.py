@@ -16,7 +16,8 @@ Need = Literal["cuda", "fp8", "two_gpus"]
 
 
 def sqnr(x: Tensor, reference: Tensor) -> float:
-    """Signal to quantisation noise in dB: ``20 log10(|reference| / |x - reference|)``; inf if equal, nan with NaN.
+    """Signal to quantisation noise in dB: ``20 log10(|reference| / |x - reference|)``; inf if
+    equal, nan with NaN.
 
     e4m3 casts of normal data reach about 31 dB, GEMMs of two such operands 28, e5m2 ones 25.
     """
@@ -35,13 +36,16 @@ def relative_error(x: Tensor, truth: Tensor) -> float:
 
 
 def assert_no_worse_than(x: Tensor, truth: Tensor, baseline: Tensor, factor: float = 2.0) -> None:
-    """Fail unless x is about as near to ``truth`` (float32 or float64) as ``baseline`` of x's own kind of arithmetic is.
+    """Fail unless x is about as near to ``truth`` (float32 or float64) as ``baseline`` of x's own
+    kind of arithmetic is.
 
     ``error(x) <= factor * error(baseline) + 1e-6``, errors as ``relative_error``.
     """
     assert x.shape == truth.shape == baseline.shape, (x.shape, truth.shape, baseline.shape)
     error, allowed = relative_error(x, truth), factor * relative_error(baseline, truth) + 1e-6
-    assert error <= allowed, f"relative error {error:.3e}, allowed {allowed:.3e} ({factor} x the baseline's)"
+    assert error <= allowed, (
+        f"relative error {error:.3e}, allowed {allowed:.3e} ({factor} x the baseline's)"
+    )
 
 
 def assert_same_bytes(a: Tensor, b: Tensor) -> None:
@@ -60,7 +64,10 @@ def missing(need: Need) -> str | None:
     """Why this machine cannot run a test with the given need, or None."""
     if not torch.cuda.is_available():
         return "needs a GPU"
-    if need == "fp8" and (reason := device_profile(torch.device("cuda")).refusal("mm_tensorwise")) is not None:
+    if (
+        need == "fp8"
+        and (reason := device_profile(torch.device("cuda")).refusal("mm_tensorwise")) is not None
+    ):
         return f"needs FP8 matmuls: {reason}"
     if need == "two_gpus" and torch.cuda.device_count() < 2:
         return "needs two GPUs"
@@ -77,11 +84,12 @@ def needs(need: Need) -> Any:
 
 @contextmanager
 def saved_bytes() -> Iterator[Callable[[], int]]:
-    """Count the bytes that autograd saves for backward within the block, each storage once, parameters left out.
+    """Count the bytes that autograd saves for backward within the block, each storage once,
+    parameters left out.
 
-        with saved_bytes() as total:
-            y = layer(x)
-        assert total() <= x.numel()
+    with saved_bytes() as total:
+        y = layer(x)
+    assert total() <= x.numel()
     """
     seen: dict[int, int] = {}
 
@@ -96,7 +104,8 @@ def saved_bytes() -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Deterministic algorithms, under which torch fills empty tensors with NaN: a read of memory that nobody wrote shows."""
+    """Deterministic algorithms, under which torch fills empty tensors with NaN: a read of memory
+    that nobody wrote shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -279,7 +279,9 @@ def code_lines(source: str) -> int:
     """Lines that hold code: no blank lines, comments or docstrings."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
             first = node.body[0]
             documented.update(range(first.lineno, (first.end_lineno or 0) + 1))
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

@@ -1,12 +1,15 @@
-"""Scaled matrix product of two FP8 matrices: ``torch.ops.float8.scaled_mm``, and the choice of who computes it.
+"""Scaled matrix product of two FP8 matrices: ``torch.ops.float8.scaled_mm``, and the choice of who
+computes it.
 
-Shape letters: M rows of a, N columns of b, K the contraction. a_MK is scaled by blocks ``block_a`` (rows, K) and b_KN by
-``block_b`` (K, columns).
+Shape letters: M rows of a, N columns of b, K the contraction. a_MK is scaled by blocks ``block_a``
+    (rows, K) and b_KN by ``block_b`` (K, columns).
 
-    out_MN = sum over k of (a_MK * scale_a) (b_KN * scale_b), accumulated in float32, rounded once to out_dtype
+    out_MN = sum over k of (a_MK * scale_a) (b_KN * scale_b), accumulated in float32, rounded once
+    to out_dtype
 
-Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on AMD); ``torch`` multiplies
-the dequantised operands in float32 on any device and is the reference.
+Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on
+    AMD); ``torch`` multiplies the dequantised operands in float32 on any device and is the
+    reference.
 """
 
 from __future__ import annotations
@@ -38,20 +41,25 @@ class Operand(NamedTuple):
 
 
 def contraction_error(a: Operand, b: Operand, k: int) -> str | None:
-    """Why no scaled product exists: the contraction (of length k) must lie inside blocks of both operands, the same
-    blocks, and both must be of one flavour. None when it does."""
+    """Why no scaled product exists: the contraction (of length k) must lie inside blocks of both
+    operands, the same blocks, and both must be of one flavour. None when it does."""
     fmt_a, fmt_b = format_of(a.dtype), format_of(b.dtype)
     if fmt_a.flavour != fmt_b.flavour:
         return (
-            f"{fmt_a} times {fmt_b} mixes the {fmt_a.flavour} and {fmt_b.flavour} flavours, whose bytes mean different "
+            f"{fmt_a} times {fmt_b} mixes the {fmt_a.flavour} and {fmt_b.flavour} flavours, whose "
+            "bytes mean different "
             "values; bring one over with float8.convert_format"
         )
-    inner_a, inner_b = (k if inner == FULL else min(inner, k) for inner in (a.block[-1], b.block[-2]))
+    inner_a, inner_b = (
+        k if inner == FULL else min(inner, k) for inner in (a.block[-1], b.block[-2])
+    )
     if inner_a == inner_b and (inner_a > 1 or k <= 1):
         return None
     return (
-        f"the contraction of length {k} does not lie inside the same scale blocks of both operands: the first has "
-        f"blocks {block_name(a.block)} and is contracted over its last dimension, the second {block_name(b.block)} over "
+        f"the contraction of length {k} does not lie inside the same scale blocks of both "
+        "operands: the first has "
+        f"blocks {block_name(a.block)} and is contracted over its last dimension, the second "
+        f"{block_name(b.block)} over "
         "its first; quantise both along the contraction, or multiply .dequantize() of one"
     )
 
@@ -69,15 +77,21 @@ def select(device: torch.device, a: Operand, b: Operand, impl: str | None = None
     if impl is None:
         return next(name for name, reason in refusals.items() if reason is None)
     if impl not in refusals:
-        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(refusals)}, or None for the fastest")
+        raise ValueError(
+            f"impl={impl!r} is unknown; choose one of {', '.join(refusals)}, or None for the "
+            "fastest"
+        )
     if refusals[impl] is not None:
         reason = str(refusals[impl]).rstrip(".")
-        raise ValueError(f"impl={impl!r} cannot multiply these operands: {reason}; choose another, or None")
+        raise ValueError(
+            f"impl={impl!r} cannot multiply these operands: {reason}; choose another, or None"
+        )
     return impl
 
 
 def native_mode(a: Operand, b: Operand) -> str | None:
-    """The mode of torch's scaled_mm that two operands fall under by their blocks, None if under none."""
+    """The mode of torch's scaled_mm that two operands fall under by their blocks, None if under
+    none."""
     (rows, inner_a), (inner_b, columns) = a.block, b.block
     microscaled = a.scale_dtype == b.scale_dtype == E8M0.dtype
     if inner_a == inner_b == FULL and {rows, columns} <= {1, FULL}:
@@ -93,7 +107,8 @@ def _cublas_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | Non
     fmt_a, fmt_b, mode = format_of(a.dtype), format_of(b.dtype), native_mode(a, b)
     if mode is None:
         return (
-            f"torch's scaled_mm has no mode for blocks {block_name(a.block)} times {block_name(b.block)} with scales "
+            f"torch's scaled_mm has no mode for blocks {block_name(a.block)} times "
+            f"{block_name(b.block)} with scales "
             f"{a.scale_dtype} and {b.scale_dtype}"
         )
     if (reason := profile.refusal(cast(Op, f"mm_{mode}"))) is not None:
@@ -102,7 +117,11 @@ def _cublas_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | Non
         return f"{profile.arch} multiplies {profile.flavour} formats, these are {fmt_a} and {fmt_b}"
     if profile.vendor == "nvidia" and fmt_a.kind == fmt_b.kind == "e5m2":
         return "cuBLASLt does not multiply e5m2 by e5m2"
-    if mode == "rowwise" and not _cublaslt_scales_rows(profile) and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3"):
+    if (
+        mode == "rowwise"
+        and not _cublaslt_scales_rows(profile)
+        and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3")
+    ):
         return f"the rowwise kernel of {profile.arch} takes e4m3 times e4m3 only"
     if mode == "blockwise" and (fmt_a.kind, fmt_b.kind) != ("e4m3", "e4m3"):
         return "torch's scaled_mm takes blocks of e4m3 times e4m3 only"
@@ -112,8 +131,9 @@ def _cublas_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | Non
 
 
 def _cublaslt_scales_rows(profile: DeviceProfile) -> bool:
-    """Whether row scales run in cuBLASLt, which takes every format and writes every dtype: it learned them together with
-    128-wide blocks, in 12.9 and for sm_90. Elsewhere CUTLASS or hipBLASLt runs: e4m3 times e4m3, written as bf16."""
+    """Whether row scales run in cuBLASLt, which takes every format and writes every dtype: it
+    learned them together with 128-wide blocks, in 12.9 and for sm_90. Elsewhere CUTLASS or
+    hipBLASLt runs: e4m3 times e4m3, written as bf16."""
     return profile.refusal("mm_blockwise") is None
 
 
@@ -141,7 +161,8 @@ def scaled_mm(
         a, b: FP8 [M, K] and [K, N], any strides.
         scale_a, scale_b: float32 or E8M0, ``scale_shape`` of a and b.
         out_dtype: bf16, fp16 or fp32.
-        fast_accum: let the tensor cores keep partial sums in less than float32 (NVIDIA sm_89 and sm_90); the
+        fast_accum: let the tensor cores keep partial sums in less than float32 (NVIDIA sm_89 and
+            sm_90); the
             reference ignores it, being exact either way.
 
     Returns: [M, N] ``out_dtype``, contiguous; zeros where K is 0.
@@ -155,13 +176,21 @@ def scaled_mm(
 
 
 def scaled_mm_torch(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, block_a: Block, block_b: Block, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """The reference: dequantise both operands to float32 and multiply. Scales are at least 2^-127, so a dequantised
-    value loses at most what lies 2^-22 below the smallest scale."""
+    """The reference: dequantise both operands to float32 and multiply. Scales are at least 2^-127,
+    so a dequantised value loses at most what lies 2^-22 below the smallest scale."""
     a_MK = dequantize(a, scale_a, block_a, torch.float32)
     b_KN = dequantize(b, scale_b, block_b, torch.float32)
-    with torch.autocast(a.device.type, enabled=False):  # autocast would round the operands to its dtype first
+    with torch.autocast(
+        a.device.type, enabled=False
+    ):  # autocast would round the operands to its dtype first
         return torch.mm(a_MK, b_KN).to(out_dtype)
 
 
@@ -175,10 +204,13 @@ def _scaled_mm_cublas(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    # cuBLASLt wants a row-major, b column-major, K and N multiples of 16 bytes; its block modes also M, for the
-    # leading dimension of M-major scales. Both operands are handled as [rows, K]: b as its transpose.
+    # cuBLASLt wants a row-major, b column-major, K and N multiples of 16 bytes; its block modes
+    # also M, for the leading dimension of M-major scales. Both operands are handled as [rows, K]: b
+    # as its transpose.
     m, n = a.shape[0], b.shape[1]
-    mode = native_mode(Operand(a.dtype, block_a, scale_a.dtype), Operand(b.dtype, block_b, scale_b.dtype))
+    mode = native_mode(
+        Operand(a.dtype, block_a, scale_a.dtype), Operand(b.dtype, block_b, scale_b.dtype)
+    )
     rows_multiple, k_multiple = {"blockwise": (16, 128), "mx": (32, 128)}.get(str(mode), (16, 16))
     pad_m = rows_multiple if mode in ("blockwise", "mx") else 1
     a_MK = _aligned(a, pad_m, k_multiple)
@@ -186,7 +218,11 @@ def _scaled_mm_cublas(
     recipe_a, scale_a = _native_scale(scale_a, a_MK, block_a, mode)
     recipe_b, scale_b_NK = _native_scale(scale_b.t(), b_NK, (block_b[1], block_b[0]), mode)
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if mode == "mx" else F.SwizzleType.NO_SWIZZLE
-    if mode == "rowwise" and out_dtype != torch.bfloat16 and not _cublaslt_scales_rows(device_profile(a.device)):
+    if (
+        mode == "rowwise"
+        and out_dtype != torch.bfloat16
+        and not _cublaslt_scales_rows(device_profile(a.device))
+    ):
         # Take unscaled float32 sums and scale them here.
         one = torch.ones((), dtype=torch.float32, device=a.device)
         acc = F.scaled_mm(
@@ -196,10 +232,16 @@ def _scaled_mm_cublas(
         out = ((acc * scale_a) * scale_b_NK.t()).to(out_dtype)
     else:
         # The block modes write bf16 or fp32.
-        native_dtype = torch.float32 if mode in ("blockwise", "mx") and out_dtype == torch.float16 else out_dtype
+        native_dtype = (
+            torch.float32
+            if mode in ("blockwise", "mx") and out_dtype == torch.float16
+            else out_dtype
+        )
         out = F.scaled_mm(
-            a_MK, b_NK.t(), scale_a, recipe_a, scale_b_NK if mode in ("blockwise", "mx") else scale_b_NK.t(), recipe_b,
-            swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=native_dtype, use_fast_accum=fast_accum,
+            a_MK, b_NK.t(), scale_a, recipe_a,
+            scale_b_NK if mode in ("blockwise", "mx") else scale_b_NK.t(), recipe_b,
+            swizzle_a=swizzle, swizzle_b=swizzle,
+            output_dtype=native_dtype, use_fast_accum=fast_accum,
         ).to(out_dtype)  # fmt: skip
     return out[:m, :n].contiguous()
 
@@ -210,20 +252,32 @@ def _aligned(x_RK: Tensor, rows_multiple: int, k_multiple: int) -> Tensor:
     pad_rows, pad_k = -rows % rows_multiple, -k % k_multiple
     if pad_rows or pad_k:
         return F.pad(x_RK.view(torch.uint8), (0, pad_k, 0, pad_rows)).view(x_RK.dtype)
-    aligned = x_RK.stride(1) == 1 and x_RK.stride(0) % 16 == 0 and x_RK.stride(0) >= k and x_RK.data_ptr() % 16 == 0
+    aligned = (
+        x_RK.stride(1) == 1
+        and x_RK.stride(0) % 16 == 0
+        and x_RK.stride(0) >= k
+        and x_RK.data_ptr() % 16 == 0
+    )
     return x_RK if aligned else x_RK.clone(memory_format=torch.contiguous_format)
 
 
-def _native_scale(scale_RK: Tensor, x_RK: Tensor, block: Block, mode: str | None) -> tuple[F.ScalingType, Tensor]:
-    """The scale of a padded operand [rows, K] in the shape and strides that F.scaled_mm documents for its mode."""
+def _native_scale(
+    scale_RK: Tensor, x_RK: Tensor, block: Block, mode: str | None
+) -> tuple[F.ScalingType, Tensor]:
+    """The scale of a padded operand [rows, K] in the shape and strides that F.scaled_mm documents
+    for its mode."""
     rows, k = x_RK.shape
     if mode == "tensorwise":
         return F.ScalingType.TensorWise, decode_scale(scale_RK).reshape(())
     if mode == "mx":
-        return F.ScalingType.BlockWise1x32, swizzle_mx_scale(_pad_scale(scale_RK, rows, num_blocks(k, 32)))
+        return F.ScalingType.BlockWise1x32, swizzle_mx_scale(
+            _pad_scale(scale_RK, rows, num_blocks(k, 32))
+        )
     scale = decode_scale(scale_RK)
     if mode == "rowwise":
-        return F.ScalingType.RowWise, _packed(_pad_scale(scale.expand(-1 if block[0] == 1 else rows, 1), rows, 1))
+        return F.ScalingType.RowWise, _packed(
+            _pad_scale(scale.expand(-1 if block[0] == 1 else rows, 1), rows, 1)
+        )
     if block[0] == 1:  # [rows, K / 128], rows-major
         padded = _pad_scale(scale, rows, num_blocks(k, 128))
         return F.ScalingType.BlockWise1x128, _packed(padded.t()).t()
@@ -234,8 +288,8 @@ def _native_scale(scale_RK: Tensor, x_RK: Tensor, block: Block, mode: str | None
 
 
 def _packed(scale: Tensor) -> Tensor:
-    """Row-major without gaps and aligned, strides of dimensions of length 1 included: torch checks them, and contiguous()
-    leaves them as they are."""
+    """Row-major without gaps and aligned, strides of dimensions of length 1 included: torch checks
+    them, and contiguous() leaves them as they are."""
     packed = scale.stride() == (scale.shape[1], 1) and scale.data_ptr() % 16 == 0
     return scale if packed else scale.clone(memory_format=torch.contiguous_format)
 
@@ -251,9 +305,9 @@ def _pad_scale(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def swizzle_mx_scale(scale_RB: Tensor) -> Tensor:
-    """E8M0 scales [rows, blocks] in cuBLASLt's order for block scaling factors: tiles of 128 rows x 4 blocks, in which
-    entry (r, c) stands at offset (r % 32) * 16 + (r // 32) * 4 + c; both dimensions padded to whole tiles
-    (cuBLAS documentation, "1D block scaling factors layout")."""
+    """E8M0 scales [rows, blocks] in cuBLASLt's order for block scaling factors: tiles of 128 rows x
+    4 blocks, in which entry (r, c) stands at offset (r % 32) * 16 + (r // 32) * 4 + c; both
+    dimensions padded to whole tiles (cuBLAS documentation, "1D block scaling factors layout")."""
     rows, blocks = scale_RB.shape
     padded = _pad_scale(scale_RB, rows + -rows % 128, blocks + -blocks % 4).view(torch.uint8)
     tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)

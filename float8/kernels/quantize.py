@@ -1,7 +1,8 @@
-"""High precision to FP8 and back, for any block shape on any rank: ``torch.ops.float8.{quantize, quantize_dual,
-quantize_static, dequantize}``. The bodies below are the reference and the specification; no gradient flows through these
-ops (``float8.quantize`` and ``Float8TrainingTensor.dequantize`` carry it). On a GPU, ``quantize`` and ``quantize_dual``
-run Triton kernels that give the same bytes, where ``triton_refusal`` does not say otherwise.
+"""High precision to FP8 and back, for any block shape on any rank: ``torch.ops.float8.{quantize,
+quantize_dual, quantize_static, dequantize}``. The bodies below are the reference and the
+specification; no gradient flows through these ops (``float8.quantize`` and
+``Float8TrainingTensor.dequantize`` carry it). On a GPU, ``quantize`` and ``quantize_dual`` run
+Triton kernels that give the same bytes, where ``triton_refusal`` does not say otherwise.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class CastPlan(NamedTuple):
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define("quantize(Tensor x, int[] block, ScalarType dtype, str scale_mode) -> (Tensor, Tensor)")
 _LIB.define(
-    "quantize_dual(Tensor x, int[] block, ScalarType dtype, str scale_mode, int[] block_t, ScalarType dtype_t, "
+    "quantize_dual(Tensor x, int[] block, ScalarType dtype, str scale_mode, int[] block_t, "
+    "ScalarType dtype_t, "
     "str scale_mode_t) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_LIB.define("quantize_static(Tensor x, Tensor scale, int[] block, ScalarType dtype) -> (Tensor, Tensor)")
+_LIB.define(
+    "quantize_static(Tensor x, Tensor scale, int[] block, ScalarType dtype) -> (Tensor, Tensor)"
+)
 _LIB.define("dequantize(Tensor data, Tensor scale, int[] block, ScalarType dtype) -> Tensor")
 
 
@@ -64,8 +68,9 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tu
 
     Returns:
         data: ``dtype``, shape of ``x``, contiguous.
-        scale: float32 (E8M0 for the ``e8m0_*`` modes), ``scale_shape(x.shape, block)``, in ``scale_layout``. A block
-            that is all zero has data +0 and the smallest scale; one that holds NaN or Inf has data +0 and scale NaN.
+        scale: float32 (E8M0 for the ``e8m0_*`` modes), ``scale_shape(x.shape, block)``, in
+            ``scale_layout``. A block that is all zero has data +0 and the smallest scale; one that
+            holds NaN or Inf has data +0 and scale NaN.
 
     Raises:
         ValueError: an argument is none of these.
@@ -86,23 +91,29 @@ def quantize_dual(
     dtype_t: torch.dtype,
     scale_mode_t: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``quantize`` of x and of its transpose (the last two dimensions swapped), which a kernel does in fewer passes.
+    """``quantize`` of x and of its transpose (the last two dimensions swapped), which a kernel does
+    in fewer passes.
 
-    Returns: (data, scale) of x and (data, scale) of the transpose, both contiguous in their own shapes.
+    Returns: (data, scale) of x and (data, scale) of the transpose, both contiguous in their own
+        shapes.
     """
     transposed = quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t)
     return (*quantize(x, block, dtype, scale_mode), *transposed)
 
 
-def quantize_static(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """FP8 data of ``x`` under given scales; values beyond the format's range saturate at its maximum.
+def quantize_static(
+    x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """FP8 data of ``x`` under given scales; values beyond the format's range saturate at its
+    maximum.
 
     Args:
         scale: float32 or E8M0, ``scale_shape(x.shape, block)``.
 
     Returns:
-        (data, scale) as ``quantize`` does; the scale is the given one, but NaN for a block that holds NaN or Inf or
-        whose given scale is not a finite number of at least 2^-127 (data +0 in both cases).
+        (data, scale) as ``quantize`` does; the scale is the given one, but NaN for a block that
+        holds NaN or Inf or whose given scale is not a finite number of at least 2^-127 (data +0 in
+        both cases).
 
     Raises:
         ValueError: an argument is none of these.
@@ -120,7 +131,8 @@ def _cast(x: Tensor, scale: Tensor, live: Tensor, block: Block, dtype: torch.dty
     fmt = format_of(dtype)
     inverse = torch.div(torch.ones_like(scale), scale)
     scaled = x.to(torch.float32) * broadcast_scale(inverse, x.shape, block)
-    # The clamp is explicit: what an unclamped cast does beyond the maximum differs between formats and torch versions.
+    # The clamp is explicit: what an unclamped cast does beyond the maximum differs between formats
+    # and torch versions.
     data = torch.where(broadcast_scale(live, x.shape, block), scaled.clamp(-fmt.max, fmt.max), 0.0)
     return data.to(dtype, memory_format=torch.contiguous_format)
 
@@ -128,8 +140,8 @@ def _cast(x: Tensor, scale: Tensor, live: Tensor, block: Block, dtype: torch.dty
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """``data * scale`` per block, multiplied in float32 and rounded once to ``dtype``; contiguous.
 
-    A finite value can come back as Inf: under a power-of-two scale, one that is nearer than half an FP8 step to the
-    largest number of ``dtype`` rounds up past it.
+    A finite value can come back as Inf: under a power-of-two scale, one that is nearer than half an
+    FP8 step to the largest number of ``dtype`` rounds up past it.
 
     Raises:
         ValueError: ``data`` is not FP8, or ``scale``, ``block`` or ``dtype`` does not fit.
@@ -146,8 +158,13 @@ _ROWS_PER_TILE = 128
 
 
 def triton_refusal(x: Tensor, *casts: CastPlan) -> str | None:
-    """Why the Triton kernels do not cast x, None if they do. The reference runs instead, with the same result."""
-    if x.numel() == 0 or max(x.shape, default=0) > _GRID_LIMIT * _ROWS_PER_TILE or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT):
+    """Why the Triton kernels do not cast x, None if they do. The reference runs instead, with the
+    same result."""
+    if (
+        x.numel() == 0
+        or max(x.shape, default=0) > _GRID_LIMIT * _ROWS_PER_TILE
+        or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT)
+    ):
         return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
     return _refusal(device_profile(x.device), x.ndim, casts)
 
@@ -165,7 +182,9 @@ def _refusal(profile: DeviceProfile, ndim: int, casts: tuple[CastPlan, ...]) -> 
     return None if has_triton_package() else "triton is not installed"
 
 
-def _quantize_gpu(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
+def _quantize_gpu(
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str
+) -> tuple[Tensor, Tensor]:
     check_cast(x, block, dtype)
     check_scale_mode(scale_mode)
     cast = CastPlan(tuple(block), dtype, scale_mode)
@@ -184,7 +203,8 @@ def _quantize_dual_gpu(
     dtype_t: torch.dtype,
     scale_mode_t: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cast, cast_t = CastPlan(tuple(block), dtype, scale_mode), CastPlan(tuple(block_t), dtype_t, scale_mode_t)
+    cast = CastPlan(tuple(block), dtype, scale_mode)
+    cast_t = CastPlan(tuple(block_t), dtype_t, scale_mode_t)
     for each in (cast, cast_t):
         check_cast(x, each.block, each.dtype)
         check_scale_mode(each.scale_mode)
@@ -204,9 +224,11 @@ def _launch(x: Tensor, cast: CastPlan, cast_t: CastPlan | None) -> tuple[Tensor,
 
 
 def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
-    """Raise ValueError for what neither cast takes; implementations and fake kernels all ask this."""
+    """Raise ValueError for what neither cast takes; implementations and fake kernels ask this."""
     if x.dtype not in _HIGH_PRECISION:
-        raise ValueError(f"x is {x.dtype}; a cast takes {_names(_HIGH_PRECISION)}, so convert it first")
+        raise ValueError(
+            f"x is {x.dtype}; a cast takes {_names(_HIGH_PRECISION)}, so convert it first"
+        )
     check_block(x.shape, block)
     if format_of(dtype) is E8M0:
         raise ValueError(f"dtype={dtype} is a format for scales only; use an e4m3 or e5m2 dtype")
@@ -214,7 +236,9 @@ def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
 
 def _check_dequantize(data: Tensor, block: Block, dtype: torch.dtype) -> None:
     if format_of(data.dtype) is E8M0:
-        raise ValueError(f"data is {data.dtype}, a format for scales only; data has an e4m3 or e5m2 dtype")
+        raise ValueError(
+            f"data is {data.dtype}, a format for scales only; data has an e4m3 or e5m2 dtype"
+        )
     check_block(data.shape, block)
     if dtype not in _HIGH_PRECISION:
         raise ValueError(f"dtype={dtype} must be one of {_names(_HIGH_PRECISION)}")
@@ -224,8 +248,10 @@ def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
     needed = scale_shape(x.shape, block)
     if scale.dtype not in (torch.float32, E8M0.dtype) or tuple(scale.shape) != needed:
         raise ValueError(
-            f"scale is {scale.dtype} of shape {tuple(scale.shape)}; data of shape {tuple(x.shape)} in blocks "
-            f"{block_name(block)} needs torch.float32 or {E8M0.dtype} of shape {needed}, one entry per block"
+            f"scale is {scale.dtype} of shape {tuple(scale.shape)}; data of shape {tuple(x.shape)} "
+            "in blocks "
+            f"{block_name(block)} needs torch.float32 or {E8M0.dtype} of shape {needed}, one entry "
+            "per block"
         )
 
 
@@ -233,11 +259,15 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(map(str, dtypes))
 
 
-def _fake_quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
+def _fake_quantize(
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str
+) -> tuple[Tensor, Tensor]:
     check_cast(x, block, dtype)
     check_scale_mode(scale_mode)
     data = x.new_empty(x.shape, dtype=dtype)
-    return data, scale_layout(x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(scale_mode)), block)
+    return data, scale_layout(
+        x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(scale_mode)), block
+    )
 
 
 def _fake_quantize_dual(
@@ -253,7 +283,9 @@ def _fake_quantize_dual(
     return (*_fake_quantize(x, block, dtype, scale_mode), *transposed)
 
 
-def _fake_quantize_static(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _fake_quantize_static(
+    x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     check_cast(x, block, dtype)
     return x.new_empty(x.shape, dtype=dtype), scale_layout(torch.empty_like(scale), block)
 

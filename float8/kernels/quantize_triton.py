@@ -1,7 +1,9 @@
-"""Triton kernels of ``float8.kernels.quantize``: the same bytes and scales as its reference, in the fewest passes over memory.
+"""Triton kernels of ``float8.kernels.quantize``: the same bytes and scales as its reference, in the
+fewest passes over memory.
 
-Letters: E experts (1 for a matrix), M rows, K columns of the input. A kernel can write two layouts of x [E, M, K]: *row*, data [E,
-M, K], and *col*, data [E, K, M] of the transpose, scaled along M. Which scales each layout has is a constexpr:
+Letters: E experts (1 for a matrix), M rows, K columns of the input. A kernel can write two layouts
+of x [E, M, K]: *row*, data [E, M, K], and *col*, data [E, K, M] of the transpose, scaled along M.
+Which scales each layout has is a constexpr:
 
     none     the layout is not written
     tensor   one amax for each expert's matrix, given
@@ -9,11 +11,13 @@ M, K], and *col*, data [E, K, M] of the transpose, scaled along M. Which scales 
     block    blocks of 1 x ROW_BLOCK (COL_BLOCK) in the layout, taken from the tile
     square   one block of the tile's size, shared by both layouts
 
-Amaxes travel as int32 bits (``bits(x) & 0x7fffffff``), so a maximum, also an atomic one, is an integer maximum.
+Amaxes travel as int32 bits (``bits(x) & 0x7fffffff``), so a maximum, also an atomic one, is an
+integer maximum.
 
-A tile is loaded as four tiles of every fourth row (rows 4i, 4i+1, 4i+2, 4i+3), so that the four values of a column become one
-int32 in registers: the transpose then moves 32-bit words, and all global accesses are 16 bytes wide. The bytes of the two layouts
-come from separate conversions: with one conversion feeding both, ptxas 12.8 was seen to emit wrong transposed bytes.
+A tile is loaded as four tiles of every fourth row (rows 4i, 4i+1, 4i+2, 4i+3), so that the four
+values of a column become one int32 in registers: the transpose then moves 32-bit words, and all
+global accesses are 16 bytes wide. The bytes of the two layouts come from separate conversions: with
+one conversion feeding both, ptxas 12.8 was seen to emit wrong transposed bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ _MANTISSA = tl.constexpr(0x007FFFFF)
 
 @dataclass(frozen=True)
 class Target:
-    """What the kernels must know of a format, a scale mode and a device; passed as one constexpr."""
+    """What the kernels must know of a format, a scale mode and a device; passed as one
+    constexpr."""
 
     FP8: tl.dtype
     MAX: float
@@ -53,7 +58,9 @@ class Target:
         (max_bits,) = struct.unpack("<i", struct.pack("<f", fmt.max))
         (inverse,) = struct.unpack("<f", struct.pack("<f", 1 / fmt.max))
         cvt = f"cvt.rn.satfinite.{fmt.kind}x2.f32"
-        pack = f"{{ .reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}};  }}"
+        pack = (
+            f"{{ .reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}};  }}"
+        )
         return Target(
             FP8=getattr(tl, fmt.triton),
             MAX=fmt.max,
@@ -68,7 +75,8 @@ class Target:
 
 @triton.jit
 def _magnitude(v, T: tl.constexpr):
-    """What maxima are taken of, so that a NaN survives: |v| where the hardware's maximum can propagate NaN, else its bits."""
+    """What maxima are taken of, so that a NaN survives: |v| where the hardware's maximum can
+    propagate NaN, else its bits."""
     if T.PTX != "":
         m = tl.abs(v)
     else:
@@ -97,8 +105,9 @@ def _amax(m, axis: tl.constexpr):
 
 @triton.jit
 def _divide_by_max(amax, T: tl.constexpr):
-    """amax / MAX, correctly rounded. One correction of the product with the rounded reciprocal suffices (Markstein, "Computation of
-    elementary functions on the IBM RISC System/6000 processor", 1990): equal for every float32 that gives a normal result."""
+    """amax / MAX, correctly rounded. One correction of the product with the rounded reciprocal
+    suffices (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    processor", 1990): equal for every float32 that gives a normal result."""
     if T.PTX != "":
         q = amax * T.INVERSE_MAX
         q = tl.fma(tl.fma(q, -T.MAX, amax), T.INVERSE_MAX, q)
@@ -109,11 +118,13 @@ def _divide_by_max(amax, T: tl.constexpr):
 
 @triton.jit
 def _reciprocal(scale, T: tl.constexpr):
-    """1 / scale, correctly rounded. For scales of 2^-126 to 2^125, one Newton step from the approximation gives that; it is what
-    PTX's rcp.rn does there, without its branch for the others."""
+    """1 / scale, correctly rounded. For scales of 2^-126 to 2^125, one Newton step from the
+    approximation gives that; it is what PTX's rcp.rn does there, without its branch for the
+    others."""
     if T.PTX != "":
         r = tl.inline_asm_elementwise(
-            "{ .reg .f32 y, d; rcp.approx.ftz.f32 y, $1; neg.f32 d, $1; fma.rn.f32 d, d, y, 0f3F800000; fma.rn.f32 $0, d, y, y; }",
+            "{ .reg .f32 y, d; rcp.approx.ftz.f32 y, $1; neg.f32 d, $1; "
+            "fma.rn.f32 d, d, y, 0f3F800000; fma.rn.f32 $0, d, y, y; }",
             "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
@@ -128,11 +139,13 @@ def _decode_e8m0(code):
 
 @triton.jit
 def _scale(bits, T: tl.constexpr):
-    """(scale, inverse, live) of amax bits: ``scaling.scale_from_amax``; live is -1 where the block has data, 0 where its bytes are
-    zero by rule."""
+    """(scale, inverse, live) of amax bits: ``scaling.scale_from_amax``; live is -1 where the block
+    has data, 0 where its bytes are zero by rule."""
     finite = bits < _INF
     if T.MODE == "fp32":
-        scale = tl.maximum(_divide_by_max(bits.to(tl.float32, bitcast=True), T), 1.1754943508222875e-38)
+        scale = tl.maximum(
+            _divide_by_max(bits.to(tl.float32, bitcast=True), T), 1.1754943508222875e-38
+        )
         inverse = _reciprocal(scale, T)
     else:
         mantissa = bits & _MANTISSA
@@ -174,20 +187,27 @@ def _convert(v, T: tl.constexpr):
 
 @triton.jit
 def _store_row(out, v, live, inside, T: tl.constexpr):
-    """Store FP8 of v, +0 where not live. Zeros are written over, by the same threads, since dead blocks are rare: a predicated store
-    per vector costs less than a selection per element."""
+    """Store FP8 of v, +0 where not live. Zeros are written over, by the same threads, since dead
+    blocks are rare: a predicated store per vector costs less than a selection per element."""
     tl.store(out, _convert(v, T), mask=inside, eviction_policy="evict_first")
     dead = tl.broadcast_to(tl.cast(live, tl.int32) == 0, v.shape)
     if inside is not None:
         dead = dead & inside
-    tl.store(out, tl.zeros(v.shape, tl.uint8).to(T.FP8, bitcast=True), mask=dead, eviction_policy="evict_first")
+    tl.store(
+        out,
+        tl.zeros(v.shape, tl.uint8).to(T.FP8, bitcast=True),
+        mask=dead,
+        eviction_policy="evict_first",
+    )
 
 
 @triton.jit
 def _pack(a, b, c, d, live, T: tl.constexpr):
     """Four float32 to four FP8 bytes in one int32, a lowest; 0 where not live."""
     if T.PTX != "":
-        word = tl.inline_asm_elementwise(T.PTX, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+        word = tl.inline_asm_elementwise(
+            T.PTX, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
         word = _byte(a, T) | (_byte(b, T) << 8) | (_byte(c, T) << 16) | (_byte(d, T) << 24)
     return word & live
@@ -199,9 +219,12 @@ def _byte(v, T: tl.constexpr):
 
 
 @triton.jit
-def _row_tile(v, out, inside, scale, scale_mask, stride_sk, amax, pn, KIND: tl.constexpr, BLOCK: tl.constexpr,
-              BI: tl.constexpr, BN: tl.constexpr, T: tl.constexpr):  # fmt: skip
-    """Quantise every fourth row of a tile in row layout: v [BI, BN] to out; scale points at (row, block 0)."""
+def _row_tile(
+    v, out, inside, scale, scale_mask, stride_sk, amax, pn,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Quantise every fourth row of a tile in row layout: v [BI, BN] to out; scale points at (row,
+    block 0)."""
     if KIND == "block" and BLOCK == BN:
         s, inverse, live = _scale(_amax(_magnitude(v, T), 1), T)
         _store_scale(scale + pn.to(tl.int64) * stride_sk, s, scale_mask)
@@ -211,7 +234,8 @@ def _row_tile(v, out, inside, scale, scale_mask, stride_sk, amax, pn, KIND: tl.c
         s, inverse, live = _scale(_amax(tl.reshape(_magnitude(v, T), [BI, groups, BLOCK]), 2), T)
         block = pn * groups + tl.arange(0, groups)
         _store_scale(scale[:, None] + block[None, :].to(tl.int64) * stride_sk, s, scale_mask)
-        # The compiler does not see that a group's mask is one for a whole vector: select here, not in the store.
+        # The compiler does not see that a group's mask is one for a whole vector: select here, not
+        # in the store.
         v = tl.reshape(v, [BI, groups, BLOCK])
         v = tl.reshape(tl.where(live[:, :, None] != 0, v * inverse[:, :, None], 0.0), [BI, BN])
         inverse, live = 1.0, -1
@@ -231,7 +255,8 @@ def tile_kernel(
     ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, BN] of x in one or both layouts. WORDS: M is a multiple of 4, so the col layout is written in int32."""
+    """One tile [BM, BN] of x in one or both layouts. WORDS: M is a multiple of 4, so the col layout
+    is written in int32."""
     pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     BI: tl.constexpr = BM // 4
     i = tl.arange(0, BI)
@@ -258,7 +283,8 @@ def tile_kernel(
     if COL == "block" or COL == "square" or ROW == "square":
         T: tl.constexpr = ROW_T if COL == "none" else COL_T
         highest = _larger(
-            _larger(_magnitude(v0, T), _magnitude(v1, T)), _larger(_magnitude(v2, T), _magnitude(v3, T))
+            _larger(_magnitude(v0, T), _magnitude(v1, T)),
+            _larger(_magnitude(v2, T), _magnitude(v3, T)),
         )
     if COL == "square" or ROW == "square":
         tile_amax = tl.max(_amax(highest, 1), 0)
@@ -272,21 +298,33 @@ def tile_kernel(
             inverse, live = inverse[None, :], live[None, :]
         elif COL == "block":
             groups: tl.constexpr = BM // COL_BLOCK
-            s, inverse, live = _scale(_amax(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1), COL_T)
+            s, inverse, live = _scale(
+                _amax(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1), COL_T
+            )
             block = pm * groups + tl.arange(0, groups)
             scale_inside = (block[:, None] * COL_BLOCK < M) & (c[None, :] < K)
-            _store_scale(scale_at[None, :] + block[:, None].to(tl.int64) * col_scale_k, s, scale_inside)
-            inverse = tl.reshape(tl.broadcast_to(inverse[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN])
-            live = tl.reshape(tl.broadcast_to(live[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN])
+            _store_scale(
+                scale_at[None, :] + block[:, None].to(tl.int64) * col_scale_k, s, scale_inside
+            )
+            inverse = tl.reshape(
+                tl.broadcast_to(inverse[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN]
+            )
+            live = tl.reshape(
+                tl.broadcast_to(live[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN]
+            )
         elif COL == "vector":
             s, inverse, live = _scale(tl.load(col_amax + e * K + c, mask=c < K, other=0), COL_T)
             if pm == 0:
                 _store_scale(scale_at, s, c < K)
             inverse, live = inverse[None, :], live[None, :]
         else:
-            s, inverse, live = _scale(tl.load(col_amax + e) if COL == "tensor" else tile_amax, COL_T)
+            s, inverse, live = _scale(
+                tl.load(col_amax + e) if COL == "tensor" else tile_amax, COL_T
+            )
             if COL == "square":
-                _store_scale(col_scale + e * col_scale_e + pn * col_scale_m + pm * col_scale_k, s, None)
+                _store_scale(
+                    col_scale + e * col_scale_e + pn * col_scale_m + pm * col_scale_k, s, None
+                )
             elif (pm == 0) & (pn == 0):
                 _store_scale(col_scale + e, s, None)
         t0, t1, t2, t3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
@@ -310,7 +348,9 @@ def tile_kernel(
         if ROW == "block" and ROW_BLOCK == BN:
             s0, s1, s2, s3 = r < M, r + 1 < M, r + 2 < M, r + 3 < M
         elif ROW == "block":
-            inside = ((pn * (BN // ROW_BLOCK) + tl.arange(0, BN // ROW_BLOCK)) * ROW_BLOCK < K)[None, :]
+            inside = ((pn * (BN // ROW_BLOCK) + tl.arange(0, BN // ROW_BLOCK)) * ROW_BLOCK < K)[
+                None, :
+            ]
             s0 = (r[:, None] < M) & inside
             s1 = (r[:, None] + 1 < M) & inside
             s2 = (r[:, None] + 2 < M) & inside
@@ -321,7 +361,12 @@ def tile_kernel(
             a1 = tl.load(row_amax + e * M + r + 1, mask=r + 1 < M, other=0)
             a2 = tl.load(row_amax + e * M + r + 2, mask=r + 2 < M, other=0)
             a3 = tl.load(row_amax + e * M + r + 3, mask=r + 3 < M, other=0)
-            s0, s1, s2, s3 = first & (r < M), first & (r + 1 < M), first & (r + 2 < M), first & (r + 3 < M)
+            s0, s1, s2, s3 = (
+                first & (r < M),
+                first & (r + 1 < M),
+                first & (r + 2 < M),
+                first & (r + 3 < M),
+            )
         else:
             if ROW == "tensor":
                 a0 = tl.load(row_amax + e)
@@ -331,12 +376,16 @@ def tile_kernel(
             else:
                 a0 = tile_amax
                 s, _, _ = _scale(a0, ROW_T)
-                _store_scale(row_scale + e * row_scale_e + pm * row_scale_m + pn * row_scale_k, s, None)
+                _store_scale(
+                    row_scale + e * row_scale_e + pm * row_scale_m + pn * row_scale_k, s, None
+                )
             a1, a2, a3 = a0, a0, a0
-        _row_tile(v0, out, m0, scale_at, s0, row_scale_k, a0, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
-        _row_tile(v1, out + K, m1, scale_at + row_scale_m, s1, row_scale_k, a1, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
-        _row_tile(v2, out + 2 * K, m2, scale_at + 2 * row_scale_m, s2, row_scale_k, a2, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
-        _row_tile(v3, out + 3 * K, m3, scale_at + 3 * row_scale_m, s3, row_scale_k, a3, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+        at0, at1 = scale_at, scale_at + row_scale_m
+        at2, at3 = scale_at + 2 * row_scale_m, scale_at + 3 * row_scale_m
+        _row_tile(v0, out, m0, at0, s0, row_scale_k, a0, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+        _row_tile(v1, out + K, m1, at1, s1, row_scale_k, a1, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+        _row_tile(v2, out + 2 * K, m2, at2, s2, row_scale_k, a2, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
+        _row_tile(v3, out + 3 * K, m3, at3, s3, row_scale_k, a3, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
 
 
 @triton.jit
@@ -344,15 +393,20 @@ def row_kernel(
     x, row, row_scale, partial, M, K, stride_e, stride_m,
     T: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rowwise, whole rows in registers: data and scale of rows pid, pid + G, ... of one expert; with COLUMNS, also this program's
-    column amax, to partial [E, G, K]."""
+    """Rowwise, whole rows in registers: data and scale of rows pid, pid + G, ... of one expert;
+    with COLUMNS, also this program's column amax, to partial [E, G, K]."""
     pid, G, e = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, KP)
     inside = c < K
     columns = _magnitude(tl.zeros([KP], tl.float32), T)
     for r in tl.range(pid, M, G, num_stages=STAGES):
         at = tl.cast(r, tl.int64)
-        v = tl.load(x + e * stride_e + at * stride_m + c, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        v = tl.load(
+            x + e * stride_e + at * stride_m + c,
+            mask=inside,
+            other=0.0,
+            eviction_policy="evict_last",
+        ).to(tl.float32)
         magnitude = _magnitude(v, T)
         if COLUMNS:
             columns = _larger(columns, magnitude)
@@ -377,17 +431,24 @@ def column_kernel(partial, amax, G, K, GP: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def amax_kernel(
     x, amax, M, K, stride_e, stride_m, stride_k,
-    T: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    T: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """amax bits per "tensor" [E], "column" [E, K] or "row" [E, M], by relaxed integer atomics; amax starts as zeros. A program reads
-    STEPS tiles [BM, BN]: down the rows, but for "row" along them."""
+    """amax bits per "tensor" [E], "column" [E, K] or "row" [E, M], by relaxed integer atomics; amax
+    starts as zeros. A program reads STEPS tiles [BM, BN]: down the rows, but for "row" along
+    them."""
     pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seen = _magnitude(tl.zeros([BM, BN], tl.float32), T)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         r = (pm if PER == "row" else pm * STEPS + step) * BM + tl.arange(0, BM)
         c = (pn * STEPS + step if PER == "row" else pn) * BN + tl.arange(0, BN)
         mask = (r[:, None] < M) & (c[None, :] < K)
-        at = x + e * stride_e + r[:, None].to(tl.int64) * stride_m + c[None, :].to(tl.int64) * stride_k
+        at = (
+            x
+            + e * stride_e
+            + r[:, None].to(tl.int64) * stride_m
+            + c[None, :].to(tl.int64) * stride_k
+        )
         seen = _larger(seen, _magnitude(tl.load(at, mask=mask, other=0.0).to(tl.float32), T))
     if PER == "tensor":
         tl.atomic_max(amax + e, tl.max(_amax(seen, 1), 0), sem="relaxed")
@@ -410,38 +471,43 @@ def kind(layout: CastPlan) -> str:
 _MAX_ROW = 16384  # the longest row that row_kernel holds in registers
 
 
+Parts = tuple[Tensor, Tensor]  # data and scale of a layout
+
+
 def quantize_layouts(x: Tensor, row: CastPlan | None, col: CastPlan | None) -> tuple[Tensor, ...]:
-    """(data, scale) of each layout asked for, row before col; x [E, M, K] with any strides, not empty."""
-    if x.stride(2) != 1 and x.stride(1) == 1:  # a transposed view: its col layout is its base's row layout
+    """(data, scale) of each layout asked for, row first; x [E, M, K], any strides, not empty."""
+    if x.stride(2) != 1 and x.stride(1) == 1:
+        # A transposed view: its col layout is the row layout of what it is a view of.
         out = quantize_layouts(x.transpose(1, 2), col, row)
         return out if row is None or col is None else (*out[2:], *out[:2])
-    outputs = {"row": _allocate(x, row), "col": _allocate(x.transpose(1, 2), col)}
-    written = {"row": row is None, "col": col is None}
-    amax: dict[str, Tensor | None] = {"row": None, "col": None}
-    if row is not None and kind(row) == "vector" and x.stride(2) == 1 and x.shape[2] <= _MAX_ROW:
-        amax["col"] = _rows(x, row, *outputs["row"], columns=col is not None and kind(col) == "vector")
-        written["row"] = True
-    for name, layout in (("row", row), ("col", col)):
-        if layout is not None and not written[name] and amax[name] is None and kind(layout) in ("tensor", "vector"):
-            other = amax["row"] if kind(layout) == "tensor" and row is not None and kind(row) == "tensor" else None
-            per = "tensor" if kind(layout) == "tensor" else "row" if name == "row" else "column"
-            amax[name] = _measure(x, per, layout) if other is None else other
-    if not (written["row"] and written["col"]):
-        left = None if written["row"] else row
-        _tiles(x, left, col, outputs, amax)
-    return tuple(t for name in ("row", "col") for t in outputs[name] if t is not None)
+    row_out = None if row is None else _allocate(x, row)
+    col_out = None if col is None else _allocate(x.transpose(1, 2), col)
+    row_amax = col_amax = None
+    left = row
+    if row is not None and row_out is not None and kind(row) == "vector":
+        if x.stride(2) == 1 and x.shape[2] <= _MAX_ROW:
+            columns = col is not None and kind(col) == "vector"
+            col_amax, left = _rows(x, row, row_out, columns), None
+    if left is not None and kind(left) in ("tensor", "vector"):
+        row_amax = _measure(x, left, "row")
+    if col is not None and kind(col) in ("tensor", "vector") and col_amax is None:
+        shared = left is not None and kind(left) == kind(col) == "tensor"
+        col_amax = row_amax if shared else _measure(x, col, "column")
+    if left is not None or col is not None:
+        _tiles(x, left, row_out, row_amax, col, col_out, col_amax)
+    return (*(row_out or ()), *(col_out or ()))
 
 
-def _allocate(x: Tensor, layout: CastPlan | None) -> tuple[Tensor | None, Tensor | None]:
-    if layout is None:
-        return None, None
+def _allocate(x: Tensor, layout: CastPlan) -> Parts:
     block: Block = (1, *layout.block)
-    scale = scale_layout(x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(layout.scale_mode)), block)
-    return x.new_empty(x.shape, dtype=layout.dtype), scale
+    scale = x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(layout.scale_mode))
+    return x.new_empty(x.shape, dtype=layout.dtype), scale_layout(scale, block)
 
 
 def _target(x: Tensor, layout: CastPlan) -> Target:
-    return _cached_target(format_of(layout.dtype), layout.scale_mode, x.is_cuda and torch.version.hip is None)
+    return _cached_target(
+        format_of(layout.dtype), layout.scale_mode, x.is_cuda and torch.version.hip is None
+    )
 
 
 _cached_target = functools.cache(Target.of)  # a dozen values at most
@@ -451,72 +517,79 @@ def _as_bytes(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8) if scale.dtype == E8M0.dtype else scale
 
 
-def _rows(x: Tensor, layout: CastPlan, data: Tensor, scale: Tensor, columns: bool) -> Tensor | None:
+def _rows(x: Tensor, layout: CastPlan, out: Parts, columns: bool) -> Tensor | None:
+    """Write the row layout; the columns' amax bits [E, K] too, if asked for."""
     e, m, k = x.shape
     padded = max(128, triton.next_power_of_2(k))
-    # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up to 4096 columns, 8 warps and one
-    # program up to 16384 (measured on an H200).
+    # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up to
+    # 4096 columns, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
     wide = padded > 4096
     programs = max(1, min(m, _multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4) // e))
     partial = x.new_empty((e, programs, k), dtype=torch.int32) if columns else None
     row_kernel[(programs, e)](
-        x, data, _as_bytes(scale), partial, m, k, x.stride(0), x.stride(1),
-        T=_target(x, layout), COLUMNS=columns, KP=padded, STAGES=4 if wide else 3, num_warps=8 if wide else 4,
+        x, out[0], _as_bytes(out[1]), partial, m, k, x.stride(0), x.stride(1),
+        T=_target(x, layout), COLUMNS=columns, KP=padded,
+        STAGES=4 if wide else 3, num_warps=8 if wide else 4,
     )  # fmt: skip
     if partial is None:
         return None
-    amax = x.new_empty((e, k), dtype=torch.int32)
-    width = 32
+    amax, width = x.new_empty((e, k), dtype=torch.int32), 32
     column_kernel[(triton.cdiv(k, width), e)](
         partial, amax, programs, k, GP=triton.next_power_of_2(programs), BN=width, num_warps=4
     )
     return amax
 
 
-def _measure(x: Tensor, per: str, layout: CastPlan) -> Tensor:
+def _measure(x: Tensor, layout: CastPlan, per: str) -> Tensor:
+    """amax bits per "row" [E, M] or "column" [E, K], or of each matrix [E, 1] if tensorwise."""
     e, m, k = x.shape
+    per = "tensor" if kind(layout) == "tensor" else per
     amax = x.new_zeros((e, {"tensor": 1, "row": m, "column": k}[per]), dtype=torch.int32)
-    bm, bn, steps = (16, 128, 8) if per == "row" else (16, 256, 16)
-    grid = (triton.cdiv(k, bn * steps), triton.cdiv(m, bm)) if per == "row" else (triton.cdiv(k, bn), triton.cdiv(m, bm * steps))
-    amax_kernel[(*grid, e)](
-        x, amax, m, k, *x.stride(), T=_target(x, layout), PER=per, BM=bm, BN=bn, STEPS=steps, STAGES=4, num_warps=4
-    )
+    bm, bn, down, along = (16, 128, 1, 8) if per == "row" else (16, 256, 16, 1)
+    amax_kernel[(triton.cdiv(k, bn * along), triton.cdiv(m, bm * down), e)](
+        x, amax, m, k, *x.stride(), T=_target(x, layout),
+        PER=per, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4, num_warps=4,
+    )  # fmt: skip
     return amax
 
 
 def _tiles(
     x: Tensor,
     row: CastPlan | None,
+    row_out: Parts | None,
+    row_amax: Tensor | None,
     col: CastPlan | None,
-    outputs: dict[str, tuple[Tensor | None, Tensor | None]],
-    amax: dict[str, Tensor | None],
+    col_out: Parts | None,
+    col_amax: Tensor | None,
 ) -> None:
     e, m, k = x.shape
-    row_data, row_scale = outputs["row"] if row is not None else (None, None)
-    col_data, col_scale = outputs["col"]
     words = m % 4 == 0
+    row_data, row_scale, row_strides = _pointers(None if row is None else row_out)
+    col_data, col_scale, col_strides = _pointers(col_out)
     if col_data is not None:
         col_data = col_data.view(torch.int32 if words else torch.uint8)
     bm, bn, warps = _tile(row, col)
     tile_kernel[(triton.cdiv(k, bn), triton.cdiv(m, bm), e)](
-        x, row_data, None if row_scale is None else _as_bytes(row_scale), amax["row"],
-        col_data, None if col_scale is None else _as_bytes(col_scale), amax["col"], m, k, *x.stride(),
-        *((0, 0, 0) if row_scale is None else row_scale.stride()), *((0, 0, 0) if col_scale is None else col_scale.stride()),
+        x, row_data, row_scale, row_amax, col_data, col_scale, col_amax, m, k, *x.stride(),
+        *row_strides, *col_strides,
         ROW="none" if row is None else kind(row), COL="none" if col is None else kind(col),
         ROW_BLOCK=bn if row is None or row.block[1] == FULL else row.block[1],
         COL_BLOCK=bm if col is None or col.block[1] == FULL else col.block[1],
-        ROW_T=None if row is None else _target(x, row), COL_T=None if col is None else _target(x, col),
+        ROW_T=None if row is None else _target(x, row),
+        COL_T=None if col is None else _target(x, col),
         WORDS=words, EVEN=m % bm == 0 and k % bn == 0, BM=bm, BN=bn, num_warps=warps,
     )  # fmt: skip
+
+
+def _pointers(out: Parts | None) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    return (None, None, (0, 0, 0)) if out is None else (out[0], _as_bytes(out[1]), out[1].stride())
 
 
 def _tile(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps: a tile is at least one block of every layout."""
     blocks = {layout.block[1] for layout in (row, col) if layout is not None}
-    return TILES["mx"] if 32 in blocks and 128 not in blocks else TILES["block"]
-
-
-TILES = {"mx": (128, 64, 4), "block": (128, 128, 4)}
+    # The fastest of seven shapes by four or eight warps on an H200.
+    return (128, 64, 4) if 32 in blocks and 128 not in blocks else (128, 128, 4)
 
 
 def _multiprocessors(x: Tensor) -> int:
