@@ -1,29 +1,32 @@
-"""``python -m float8``: what devices are, whether they compute rightly, and the recorded losses.
+"""float8 on the command line: what devices are, whether they compute rightly, recorded losses.
 
-python -m float8 doctor       every device here: formats, what is native, a self-test
-python -m float8 support      the table of known architectures, as Markdown
-python -m float8 baseline     compare training losses with the recorded ones (in a checkout)
+    python -m float8 doctor       every device here: formats, what is native, a self-test
+    python -m float8 support      the table of known architectures, as Markdown
+    python -m float8 baseline     compares training losses with the recorded ones (in a checkout)
+
+Exit status: 0; 1 where a self-test failed or a loss differs; 2, with a sentence, for bad arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from . import baseline, doctor
 
 
 def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m float8", description="FP8 training for PyTorch.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(dest="command", title="commands", metavar="")
+    raw: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(prog="python -m float8", description=__doc__, **raw)
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for name, text, module in (
         ("doctor", "what each device is, what is native there, and a self-test", doctor),
-        ("support", "the table of known architectures, as Markdown (docs/support.md)", None),
-        ("baseline", "compare training losses with the recorded ones, in a checkout", baseline),
+        ("support", "the table of known architectures (docs/support.md)", None),
+        ("baseline", "training losses compared with the recorded ones", baseline),
     ):
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        description = text if module is None else module.__doc__
+        command = commands.add_parser(name, help=text, description=description, **raw)
         if module is not None:
             module.add_arguments(command)
     return parser
