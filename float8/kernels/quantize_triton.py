@@ -264,12 +264,13 @@ def tile_kernel(
     c = pn * BN + tl.arange(0, BN)
     rows, columns = r.to(tl.int64), c.to(tl.int64)
     source = x + e * stride_e + rows[:, None] * stride_m + columns[None, :] * stride_k
+    next_row = tl.cast(stride_m, tl.int64)  # a stride below 2^31 arrives in 32 bits
     if EVEN:
         m0, m1, m2, m3 = None, None, None, None
         v0 = tl.load(source, eviction_policy="evict_first").to(tl.float32)
-        v1 = tl.load(source + stride_m, eviction_policy="evict_first").to(tl.float32)
-        v2 = tl.load(source + 2 * stride_m, eviction_policy="evict_first").to(tl.float32)
-        v3 = tl.load(source + 3 * stride_m, eviction_policy="evict_first").to(tl.float32)
+        v1 = tl.load(source + next_row, eviction_policy="evict_first").to(tl.float32)
+        v2 = tl.load(source + 2 * next_row, eviction_policy="evict_first").to(tl.float32)
+        v3 = tl.load(source + 3 * next_row, eviction_policy="evict_first").to(tl.float32)
     else:
         inside = c[None, :] < K
         m0 = (r[:, None] < M) & inside
@@ -277,9 +278,9 @@ def tile_kernel(
         m2 = (r[:, None] + 2 < M) & inside
         m3 = (r[:, None] + 3 < M) & inside
         v0 = tl.load(source, mask=m0, other=0.0).to(tl.float32)
-        v1 = tl.load(source + stride_m, mask=m1, other=0.0).to(tl.float32)
-        v2 = tl.load(source + 2 * stride_m, mask=m2, other=0.0).to(tl.float32)
-        v3 = tl.load(source + 3 * stride_m, mask=m3, other=0.0).to(tl.float32)
+        v1 = tl.load(source + next_row, mask=m1, other=0.0).to(tl.float32)
+        v2 = tl.load(source + 2 * next_row, mask=m2, other=0.0).to(tl.float32)
+        v3 = tl.load(source + 3 * next_row, mask=m3, other=0.0).to(tl.float32)
     if COL == "block" or COL == "square" or ROW == "square":
         T: tl.constexpr = ROW_T if COL == "none" else COL_T
         highest = _larger(
