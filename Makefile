@@ -6,7 +6,7 @@ ARGS ?=
 RUN := .venv/bin/python
 SETUP := @$(PYTHON) .ci/setup_venv.py
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 
 demo:  ## train a tiny GPT in bf16 and in FP8, on the GPU where there is one
 	$(SETUP) demo
@@ -27,6 +27,10 @@ format:  ## what `make lint` wants to see
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+docs:  ## docs/ as a site in site/; a link that leads nowhere is an error
+	$(SETUP) docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 clean:  ## remove everything that the targets above made, .venv too
-	rm -rf .venv build dist *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

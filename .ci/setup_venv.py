@@ -1,4 +1,4 @@
-"""Prepare .venv for `make demo`, `make test`, `make lint`: `python3 .ci/setup_venv.py GOAL ...`.
+"""Prepare .venv for `make demo`, `make test` and others: `python3 .ci/setup_venv.py GOAL ...`.
 
 The rules:
 
@@ -35,6 +35,7 @@ GOALS = {
     "demo": ("examples", {"torch"}, "the demo does without"),
     "test": ("test", {"torch", "pytest"}, "tests that need them are skipped"),
     "lint": ("dev", {"torch", "ruff", "mypy"}, "the checks do without"),
+    "docs": ("docs", {"torch", "mkdocs"}, "the pages need what mkdocs.yml names of them"),
 }
 
 
