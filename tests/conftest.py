@@ -1,6 +1,7 @@
 """What holds for every test: a fixed seed, and no compiled code left over from another test."""
 
 import importlib.util
+import os
 import sys
 import types
 import unittest
@@ -8,6 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Read when triton is first imported, which inductor may do in any test.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if importlib.util.find_spec("expecttest") is None:
     # It pins the text of errors in most files. Where it cannot be installed (a GPU machine without

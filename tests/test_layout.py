@@ -251,7 +251,9 @@ def test_torchao_is_imported_by_its_integration_alone() -> None:
     assert not bad, complaints(bad)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.name
+)
 def test_a_test_file_loads_without_optional_packages(path: Path) -> None:
     """So that a machine without them skips what needs them and runs the rest."""
     optional = {

@@ -1,0 +1,119 @@
+"""Compile the casts' kernels for a GPU that is not here; print what the code shows, as JSON.
+
+    python tests/cross_compile.py sm_90 gfx942
+
+Run as a program of its own: in a process with Triton's interpreter the kernels are not compilable.
+"""
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from float8.devices import describe
+from float8.formats import E4M3FN, E4M3FNUZ, FORMATS, format_of
+from float8.kernels import quantize_triton
+from float8.kernels.quantize import CastPlan
+from float8.scaling import FULL
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+} | {f.dtype: f"*{f.triton.replace('float8e', 'fp8e')}" for f in FORMATS if f.kind != "e8m0"}
+
+BLOCKS = {"tensor": (FULL, FULL), "row": (1, FULL), "block": (1, 128), "square": (128, 128)}
+
+
+def compiled(launch: tuple[Any, Any, Any], target: GPUTarget) -> Any:
+    """The kernel of a recorded launch, specialised as Triton does: divisibility by 16, ones."""
+    kernel, args, kwargs = launch
+    names = [p.name for p in kernel.params]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+        elif parameter.is_constexpr or value is None or value == 1:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+            continue
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or value % 16 == 0:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {k: v for k, v in kwargs.items() if k not in names}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def facts(binary: Any) -> dict[str, Any]:
+    amd = "amdgcn" in binary.asm
+    code = binary.asm["amdgcn" if amd else "ptx"]
+    if amd:
+        wide, all_ = "(global|buffer)_{}_dwordx4", "(global|buffer)_{}_"
+    else:
+        wide, all_ = r"{}\.global[.\w:]*\.v4\.b32|cp\.async\.cg", r"{}\.global|cp\.async\.c"
+    count = lambda pattern, op: len(re.findall(pattern.format(op), code))  # noqa: E731
+    load, store = ("load", "store") if amd else ("ld", "st")
+    return {
+        "wide_loads": count(wide, load),
+        "loads": count(all_, load),
+        "wide_stores": count(wide.split("|cp")[0], store),
+        "stores": count(all_.split("|cp")[0], store),
+        "conversions": len(re.findall(r"v_cvt(_scalef32)?_pk_fp8|cvt\.rn\.satfinite\.e4m3", code)),
+        "fences": len(re.findall("buffer_wbl2|buffer_inv|fence.acq_rel|membar", code)),
+        "scratch": max([0, *map(int, re.findall(r"ScratchSize: (\d+)", code))])
+        if amd
+        else len(re.findall(r"\.local ", code)),
+        "atomics": len(re.findall(r"atom(?:ic)?[._]", code)),
+        "shared": binary.metadata.shared,
+    }
+
+
+def main(targets: list[str]) -> None:
+    launches: list[tuple[Any, Any, Any]] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((self, args, kwargs))
+
+    JITFunction.run = record
+    quantize_triton._multiprocessors = lambda x: 132
+    x = torch.empty(1, 512, 4096, dtype=torch.bfloat16, device="meta")
+    for name in targets:
+        profile = describe(name)
+        nvidia = profile.vendor == "nvidia"
+        fmt = E4M3FNUZ if profile.flavour == "fnuz" else E4M3FN
+        quantize_triton._target = lambda x, layout, nvidia=nvidia: quantize_triton.Target.of(
+            format_of(layout.dtype), layout.scale_mode, nvidia
+        )
+        target = (
+            GPUTarget("cuda", int(name[3:]), 32)
+            if nvidia
+            else GPUTarget("hip", name, profile.wavefront)
+        )
+        casts = {k: CastPlan(block, fmt.dtype, "fp32") for k, block in BLOCKS.items()}
+        if fmt is E4M3FN:
+            casts["mx"] = CastPlan((1, 32), fmt.dtype, "e8m0_rceil")
+        for kind, cast in casts.items():
+            for layouts, pair in {"dual": (cast, cast), "col": (None, cast)}.items():
+                launches.clear()
+                quantize_triton.quantize_layouts(x, *pair)
+                for launch in launches:
+                    shown = facts(compiled(launch, target))
+                    where = {"target": name, "kind": kind, "layouts": layouts}
+                    print(json.dumps({**where, "kernel": launch[0].__name__, **shown}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

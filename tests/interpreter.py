@@ -1,0 +1,48 @@
+"""Triton's interpreter with exact FP8 arithmetic, to compare kernels byte for byte without a GPU.
+
+As shipped (Triton 3.6 to 3.9) it loses the carry of a cast to FP8 that rounds up to a power of two,
+breaks ties upwards, and knows no FNUZ format. conftest.py switches it on.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from float8.formats import FORMATS
+
+_FP8 = {getattr(tl, fmt.triton): fmt for fmt in FORMATS if fmt.kind != "e8m0"}
+_HIGH = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
+_BITS = {1: np.uint8, 2: np.int16, 4: np.int32}
+_convert = interpreter._convert_float
+
+
+def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Casts to FP8 saturate, as the hardware's conversions do; torch rounds."""
+    if source not in _HIGH or target not in _FP8:
+        return _convert(data, source, target, rounding)
+    fmt, bits = _FP8[target], np.ascontiguousarray(data).view(_BITS[_HIGH[source].itemsize])
+    values = torch.from_numpy(bits.copy()).view(_HIGH[source]).to(torch.float32)
+    cast = values.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    return cast.numpy().reshape(np.shape(data))
+
+
+interpreter._convert_float = convert
+_patch_core = interpreter._patch_lang_core
+
+
+def _patch_lang_core(language: Any, scope: Any) -> None:
+    _patch_core(language, scope)
+    known = language.dtype.to_ir
+
+    def to_ir(self: Any, builder: Any) -> Any:
+        if self.name in ("fp8e4b8", "fp8e5b16"):
+            return getattr(builder, f"get_{self.name}_ty")()
+        return known(self, builder)
+
+    scope.set_attr(language.dtype, "to_ir", to_ir)
+
+
+interpreter._patch_lang_core = _patch_lang_core

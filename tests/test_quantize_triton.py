@@ -1,0 +1,145 @@
+"""The Triton kernels of the casts: the reference's bytes and strides; and their machine code.
+
+Where there is a GPU they run on it; elsewhere in Triton's interpreter, with FP8 arithmetic mended.
+"""
+
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ
+from float8.kernels import quantize as reference
+from float8.kernels.quantize import TRITON_BLOCKS, CastPlan
+from float8.scaling import FULL
+from float8.testing import assert_same_bytes
+
+pytest.importorskip("triton")
+np = pytest.importorskip("numpy")
+GPU = torch.cuda.is_available()
+if not GPU:
+    import interpreter  # noqa: F401
+from float8.kernels.quantize_triton import quantize_layouts  # noqa: E402
+
+FORMATS = (E4M3FN, E5M2) if GPU else (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)
+MODES = ("fp32", "fp32", "pow2", "e8m0_floor", "e8m0_even", "e8m0_ceil", "e8m0_rceil")
+# Odd beside round, one beside several, longer than a tile in either direction.
+SHAPES = [(1, 1, 1), (1, 5, 3), (1, 4, 16), (3, 7, 33), (1, 129, 130), (2, 36, 200), (1, 128, 256)]
+PAIRS = [p for p in itertools.product((None, *TRITON_BLOCKS), repeat=2) if p != (None, None)]
+
+
+def plan(block: tuple[int, int] | None, rng: random.Random) -> CastPlan | None:
+    if block is None:
+        return None
+    mode = rng.choice(MODES[3:]) if block == (1, 32) else rng.choice(MODES)
+    return CastPlan(block, rng.choice(FORMATS).dtype, mode)
+
+
+def blemish(x: Tensor, rng: random.Random) -> str:
+    kind = rng.choice(["none", "nan", "inf", "zero row", "negative zero column", "tiny"])
+    if kind in ("nan", "inf"):
+        x.view(-1)[rng.randrange(x.numel())] = math.nan if kind == "nan" else -math.inf
+    elif kind == "zero row":
+        x[:, rng.randrange(x.shape[1])] = 0
+    elif kind == "negative zero column":
+        x[:, :, rng.randrange(x.shape[2])] = -0.0
+    elif kind == "tiny":
+        x.mul_(1e-38 if x.dtype == torch.float32 else 2.0**-20)
+    return kind
+
+
+def stride(x: Tensor, rng: random.Random) -> Tensor:
+    """The same values with other strides."""
+    kind = rng.choice(["contiguous", "transposed", "every other column", "rows of a larger tensor"])
+    if kind == "transposed":
+        return x.mT.contiguous().mT
+    if kind == "every other column":
+        return torch.stack([x, x], -1)[..., 0]
+    return torch.cat([x, x], 1)[:, : x.shape[1]] if kind != "contiguous" else x
+
+
+def check(x: Tensor, row: CastPlan | None, col: CastPlan | None) -> None:
+    expected: tuple[Tensor, ...] = ()
+    for view, cast in ((x, row), (x.mT, col)):
+        if cast is not None:
+            block = (1, *cast.block)
+            expected += reference.quantize(view, block, cast.dtype, cast.scale_mode)
+    got = quantize_layouts(x, row, col)
+    assert len(got) == len(expected)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_same_bytes(ours, theirs)
+        assert ours.stride() == theirs.stride()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # Inf * 0 in numpy
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_layouts_have_the_bytes_of_the_reference(shape: tuple[int, int, int]) -> None:
+    rng = random.Random(str(shape))
+    torch.manual_seed(rng.randrange(1000))
+    # The interpreter takes 10 ms a program: a third of the pairs there, others for each shape.
+    for row_block, col_block in PAIRS if GPU else rng.sample(PAIRS, 12):
+        dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
+        spread = torch.exp2(torch.randint(-12, 12, (*shape[:2], 1)).float())
+        x = (torch.randn(shape) * spread).to(dtype)
+        blemished = blemish(x, rng)
+        x = stride(x.to("cuda" if GPU else "cpu"), rng)
+        row, col = plan(row_block, rng), plan(col_block, rng)
+        try:
+            check(x, row, col)
+        except AssertionError as error:
+            raise AssertionError(
+                f"{row} {col} {dtype} {x.stride()} {blemished}: {error}"
+            ) from error
+
+
+@pytest.mark.parametrize("columns", [300, 16400])
+def test_rows_of_any_length(columns: int) -> None:
+    """Up to 16384 columns a row stays in registers; longer ones take two passes."""
+    x = torch.randn(1, 3, columns, device="cuda" if GPU else "cpu")
+    check(x, CastPlan((1, FULL), E4M3FN.dtype, "fp32"), None)
+
+
+@pytest.mark.parametrize("maximum", [448.0, 240.0, 57344.0])
+def test_division_by_a_maximum_is_correctly_rounded(maximum: float) -> None:
+    """The kernels' two fused multiply-adds against IEEE division, for every float32 mantissa."""
+    inverse = np.float32(1) / np.float32(maximum)
+    for exponent in (-100, -1, 0, 120):
+        mantissas = np.arange(1 << 23, dtype=np.int64) + ((127 + exponent) << 23)
+        amax = mantissas.astype(np.uint32).view(np.float32)
+        q = amax * inverse
+        # float64 holds both products exactly, and all but the last bits of the second sum.
+        left = (amax.astype(np.float64) - q.astype(np.float64) * maximum).astype(np.float32)
+        corrected = (q.astype(np.float64) + left.astype(np.float64) * float(inverse)).astype(
+            np.float32
+        )
+        assert (corrected == amax / np.float32(maximum)).all()
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
+def test_machine_code(target: str) -> None:
+    """Compiled for GPUs that are not here: wide accesses, hardware conversions, nothing in scratch,
+    no fence around the atomics."""
+    program = Path(__file__).with_name("cross_compile.py")
+    run = subprocess.run([sys.executable, str(program), target], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {k["kernel"] for k in kernels} == {
+        "tile_kernel", "row_kernel", "column_kernel", "amax_kernel"
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel["scratch"] == 0, kernel
+        assert kernel["fences"] == 0, kernel
+        assert kernel["shared"] <= 64 * 1024, kernel
+        # All but the loads and stores of scales and amaxes.
+        assert kernel["wide_loads"] >= 0.75 * kernel["loads"], kernel
+        if kernel["kernel"] == "tile_kernel" and kernel["kind"] != "mx":
+            assert kernel["wide_stores"] >= 0.6 * kernel["stores"], kernel
+        if kernel["kernel"] in ("tile_kernel", "row_kernel"):
+            assert kernel["conversions"] >= 8, kernel
