@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .dispatch.matmul import multiply
 from .kernels.quantize import CastPlan
-from .recipe import ROWWISE, Plan, Plans, Recipe
+from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
 
 Parts = tuple[Any, Any]  # (data, scale); (x, None) in high precision; (None, None) if nobody asked
@@ -95,8 +94,15 @@ class _Linear(torch.autograd.Function):
         return y_MN
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Not torch's once_differentiable: where g needs no gradient, as that of a sum, it lets
+            # the second derivative vanish without a word.
+            raise NotImplementedError(
+                "float8.linear is differentiable once, and create_graph=True asks for a second "
+                "derivative (a gradient penalty, a Hessian); leave it out, or keep the layers that "
+                "need one in high precision"
+            )
         x, x_scale, w, w_scale = ctx.saved_tensors
         dtype = ctx.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
@@ -182,12 +188,37 @@ def linear(
     Returns: [..., N] of x's dtype.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
-        NotImplementedError: called under torch.func.grad, vmap or another functorch transform.
+        ValueError: shapes, dtypes, layouts or devices do not fit, or ``recipe`` is no Recipe.
+        NotImplementedError: called under torch.func.grad, vmap or another functorch transform, or,
+            in backward, with create_graph=True.
     """
     if (plain := getattr(type(weight), "plain", None)) is not None:
         weight = plain(weight)  # a Float8Weight's own recipe is for modules that do not name one
+    check_recipe(recipe)
     return _linear(x, weight, bias, recipe, recipe.plan(x.device))
+
+
+def _check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dtype not in HIGH_PRECISION or weight.dtype not in HIGH_PRECISION:
+        raise ValueError(
+            f"x is {x.dtype} and the weight {weight.dtype}; an FP8 linear takes "
+            f"{', '.join(map(str, HIGH_PRECISION))}"
+        )
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}; "
+            "needed (..., K) and (N, K)"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(
+            f"bias is {bias.dtype} of shape {tuple(bias.shape)}; a weight of shape "
+            f"{tuple(weight.shape)} takes a floating point one of shape {tuple(weight.shape[:1])}"
+        )
+    if x.device != weight.device or not x.layout == weight.layout == torch.strided:
+        raise ValueError(
+            f"x is {x.layout} on {x.device} and the weight {weight.layout} on {weight.device}; an "
+            "FP8 linear takes strided tensors on one device"
+        )
 
 
 def _linear(
@@ -223,16 +254,7 @@ def _linear(
             f"x is {x.dtype} and the weight {weight.dtype}; bring both to one dtype, or run under "
             "torch.autocast"
         )
-    if x.dtype not in HIGH_PRECISION or weight.dtype not in HIGH_PRECISION:
-        raise ValueError(
-            f"x is {x.dtype} and the weight {weight.dtype}; an FP8 linear takes "
-            f"{', '.join(map(str, HIGH_PRECISION))}"
-        )
-    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}; "
-            "needed (..., K) and (N, K)"
-        )
+    _check_fit(x, weight, bias)
     lead = x.shape[:-1]
     tokens = 1
     for n in lead:
@@ -274,6 +296,7 @@ class Float8Linear(nn.Linear):
         *,
         recipe: Recipe = ROWWISE,
     ) -> None:
+        check_recipe(recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipe
 

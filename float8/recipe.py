@@ -63,6 +63,8 @@ class Gemm:
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.a, Cast) or not isinstance(self.b, Cast):
+            raise ValueError(f"operands {self.a!r} and {self.b!r} must each be a float8.Cast")
         if self.a.block[1] != self.b.block[1] or self.a.block[1] == 1:
             raise ValueError(
                 f"operands with blocks {block_name(self.a.block)} and {block_name(self.b.block)} "
@@ -106,6 +108,9 @@ class Recipe:
     weight_for_dgrad: Literal["recompute", "save"] = "recompute"
 
     def __post_init__(self) -> None:
+        for label in ("forward", "dgrad", "wgrad"):
+            if not isinstance(gemm := getattr(self, label), Gemm | None):
+                raise ValueError(f"{label}={gemm!r} must be a float8.Gemm, or None")
         if self.weight_for_dgrad not in ("recompute", "save"):
             raise ValueError(
                 f"weight_for_dgrad={self.weight_for_dgrad!r} must be 'recompute' or 'save'"
@@ -208,3 +213,11 @@ MXFP8 = Recipe("mxfp8", Gemm(_MX, _MX), Gemm(_MX, _MX), Gemm(_MX, _MX))
 RECIPES: dict[str, Recipe] = {
     r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WGRAD_HP, BLOCKWISE, MXFP8)
 }
+
+
+def check_recipe(recipe: object) -> None:
+    """Raise ValueError unless ``recipe`` is a Recipe."""
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"recipe={recipe!r} is no float8.Recipe; float8.RECIPES holds {', '.join(RECIPES)}"
+        )

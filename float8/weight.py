@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_a
 
 from .devices import assumed_device
 from .linear import _linear
-from .recipe import ROWWISE, Cast, Gemm, Recipe
+from .recipe import ROWWISE, Cast, Gemm, Recipe, check_recipe
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ class Float8Weight(torch.Tensor):
         recipe: how each of the three GEMMs runs.
 
     Raises:
-        ValueError: ``original`` is of another kind.
+        ValueError: ``original`` is of another kind, or ``recipe`` is no Recipe.
     """
 
     original: Tensor
@@ -59,6 +59,7 @@ class Float8Weight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, original: Tensor, recipe: Recipe = ROWWISE) -> Float8Weight:
+        check_recipe(recipe)
         strided = original.layout == torch.strided and not is_traceable_wrapper_subclass(original)
         if not strided or not _is_high_precision(original):
             raise ValueError(
