@@ -86,6 +86,29 @@ class Float8TrainingTensor(torch.Tensor):
             self.orig_dtype if orig_dtype is None else orig_dtype,
         )
 
+    @property
+    def data(self) -> Tensor:
+        """The same FP8 tensor outside autograd. It cannot be assigned: torch would exchange the
+        tensor that this one pretends to be, and keep the values."""
+        plain: Any = Tensor.data
+        return plain.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise NotImplementedError(
+            "the .data of a Float8TrainingTensor cannot be replaced; write into it with .copy_(), "
+            "or assign a new parameter to the module"
+        )
+
+    def share_memory_(self) -> Float8TrainingTensor:
+        """Move data and scale into shared memory."""
+        self.qdata.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return bool(self.qdata.is_shared() and self.scale.is_shared())
+
     def dequantize(self) -> Tensor:
         """A plain tensor of ``orig_dtype``: ``qdata * scale`` in float32, rounded once. The
         gradient passes through.
@@ -243,6 +266,8 @@ def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
         )
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device}, the data on {x.device}; move one of them")
+    if scale.requires_grad:
+        raise ValueError("scale requires a gradient, which none would reach; pass scale.detach()")
 
 
 class _Quantize(torch.autograd.Function):
