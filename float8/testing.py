@@ -54,7 +54,9 @@ def assert_same_bytes(a: Tensor, b: Tensor) -> None:
     assert a.shape == b.shape, (a.shape, b.shape)
     if a.numel() == 0:
         return
-    left, right = (t.detach().cpu().reshape(-1).clone().view(torch.uint8) for t in (a, b))
+    # A single element may have any stride, and contiguous() keeps it.
+    packed = (t.detach().cpu().clone(memory_format=torch.contiguous_format) for t in (a, b))
+    left, right = (t.reshape(-1).view(torch.uint8) for t in packed)
     if not torch.equal(left, right):
         different = (left != right).reshape(-1, a.dtype.itemsize).any(1).sum().item()
         raise AssertionError(f"{different} of {a.numel()} elements differ in their bits")
