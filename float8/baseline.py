@@ -11,7 +11,7 @@ the BLAS and the build make of one capability). Elsewhere it allows a **band**, 
 recorded: each of the first 5 losses within 0.1 %, and the mean of all within 0.2 %.
 
 The band was measured. Other instruction sets (AVX2, and the least that torch, oneDNN and MKL can
-do with), torch 2.11, and first weights that are off by one part in 10^6 to 10^3: at most 0.003 % in
+do with), torch 2.11, and first weights that are off by one part in 10^6 to 10^3: at most 0.004 % in
 the first 5 and 0.04 % in the mean. Products of twice the size: 0.24 % and 3 %. No gradient of the
 weights: 0.6 % and 9 %. 10 % of noise on every product: 0.02 % and 0.36 %. FNUZ bytes under FN's
 maximum: NaN in the first step. Only a check bit for bit tells FN under FNUZ's maximum from FN, or
