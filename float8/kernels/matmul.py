@@ -23,7 +23,7 @@ from torch import Tensor
 from ..devices import DeviceProfile, Op, device_profile
 from ..formats import E8M0, format_of
 from ..scaling import FULL, Block, block_name, decode_scale, num_blocks
-from .quantize import dequantize
+from .quantize import check_devices, dequantize
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define(
@@ -167,6 +167,7 @@ def scaled_mm(
 
     Returns: [M, N] ``out_dtype``, contiguous; zeros where K is 0.
     """
+    check_devices(a, b, scale_a, scale_b)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     if impl == "torch":
@@ -325,6 +326,7 @@ def _fake_scaled_mm(
     fast_accum: bool,
     impl: str,
 ) -> Tensor:
+    check_devices(a, b, scale_a, scale_b)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 

@@ -244,14 +244,24 @@ def _check_dequantize(data: Tensor, block: Block, dtype: torch.dtype) -> None:
         raise ValueError(f"dtype={dtype} must be one of {_names(_HIGH_PRECISION)}")
 
 
+def check_devices(*tensors: Tensor) -> None:
+    """Raise ValueError unless all are on one device. The dispatcher does not ask: among a CPU and a
+    meta tensor it picks the fake kernel, whose result nobody has computed."""
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError(
+            f"operands are on {' and '.join(str(t.device) for t in tensors)}; move them to one "
+            "device"
+        )
+
+
 def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
+    check_devices(x, scale)
     needed = scale_shape(x.shape, block)
     if scale.dtype not in (torch.float32, E8M0.dtype) or tuple(scale.shape) != needed:
         raise ValueError(
             f"scale is {scale.dtype} of shape {tuple(scale.shape)}; data of shape {tuple(x.shape)} "
-            "in blocks "
-            f"{block_name(block)} needs torch.float32 or {E8M0.dtype} of shape {needed}, one entry "
-            "per block"
+            f"in blocks {block_name(block)} needs torch.float32 or {E8M0.dtype} of shape {needed}, "
+            "one entry per block"
         )
 
 
@@ -287,11 +297,13 @@ def _fake_quantize_static(
     x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     check_cast(x, block, dtype)
+    check_devices(x, scale)
     return x.new_empty(x.shape, dtype=dtype), scale_layout(torch.empty_like(scale), block)
 
 
 def _fake_dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     _check_dequantize(data, block, dtype)
+    check_devices(data, scale)
     return data.new_empty(data.shape, dtype=dtype)
 
 
