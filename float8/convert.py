@@ -73,8 +73,9 @@ class _Site:
     refusal: str | None  # why it cannot become either
 
     @property
-    def weight(self) -> Tensor:
-        weight: Tensor = getattr(self.module, self.parameter)
+    def weight(self) -> Tensor | None:
+        """Also one that something computes at each use; None where there is none."""
+        weight: Tensor | None = getattr(self.module, self.parameter, None)
         return weight
 
     @property
@@ -347,7 +348,8 @@ def _check_arguments(model: object, recipe: object, keep: object, experts: objec
                 f"{value!r} is no recipe; pass a float8.Recipe, such as those of float8.RECIPES "
                 f"({', '.join(RECIPES)}), or a map from patterns to recipes"
             )
-    if not isinstance(keep, Sequence) or isinstance(keep, str):
+    patterns = isinstance(keep, Sequence) and all(isinstance(pattern, str) for pattern in keep)
+    if not patterns or isinstance(keep, str):
         raise ValueError(f"keep={keep!r} must be a sequence of patterns: ('lm_head', 'blocks.0.*')")
     if not isinstance(experts, Recipe) and experts is not False and experts != "auto":
         raise ValueError(f"experts={experts!r} must be 'auto', False or a float8.Recipe")
@@ -509,7 +511,7 @@ class Layer:
 
     Args:
         name: the layer's, or the parameter's, as in ``Report``.
-        shape: the weight's; () while a lazy layer has none.
+        shape: the weight's; () where there is none, or none yet (a lazy layer).
         recipe: its name; None in high precision.
         last_run: implementations that forward, dgrad and wgrad took when last run or traced; None
             before, and in high precision.
@@ -551,7 +553,7 @@ def summary(model: nn.Module) -> Summary:
     layers = []
     for site in _sites(model):
         weight, recipe = site.weight, site.recipe
-        shape = () if is_lazy(weight) else tuple(weight.shape)
+        shape = () if weight is None or is_lazy(weight) else tuple(weight.shape)
         if recipe is None:
             noted = _reasons.get(site.module, {}).get(site.parameter)
             layers.append(
@@ -560,7 +562,7 @@ def summary(model: nn.Module) -> Summary:
             continue
         float8_weight = _float8_weight(weight)
         holder: Any = site.module if float8_weight is None else float8_weight
-        note = _advice(shape, recipe, weight.device)
+        note = "" if weight is None else _advice(shape, recipe, weight.device)
         layers.append(Layer(site.name, shape, recipe.name, holder.last_run, note))
     return Summary(tuple(layers))
 

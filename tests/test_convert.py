@@ -320,6 +320,7 @@ def test_arguments_of_the_wrong_kind() -> None:
         lambda: convert(Net(), {"*": "rowwise"}),  # type: ignore[dict-item]
         lambda: convert(Net(), {1: ROWWISE}),  # type: ignore[dict-item]
         lambda: convert(Net(), keep="lm_head"),
+        lambda: convert(Net(), keep=("lm_head", None)),  # type: ignore[arg-type]
         lambda: convert(Net(), experts=True),  # type: ignore[arg-type]
         lambda: summary(None),  # type: ignore[arg-type]
     ]
@@ -331,6 +332,7 @@ model is of type list; convert changes an nn.Module in place
 'rowwise' is no recipe; pass a float8.Recipe, such as those of float8.RECIPES (tensorwise, rowwise, rowwise_wgrad_hp, blockwise, mxfp8), or a map from patterns to recipes
 recipe has the keys [1]; patterns are strings
 keep='lm_head' must be a sequence of patterns: ('lm_head', 'blocks.0.*')
+keep=('lm_head', None) must be a sequence of patterns: ('lm_head', 'blocks.0.*')
 experts=True must be 'auto', False or a float8.Recipe
 model is of type NoneType; summary takes an nn.Module""",  # noqa: E501
     )
@@ -369,6 +371,18 @@ def with_int8_weight() -> nn.Module:
     return layer
 
 
+def with_deleted_weight() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    del layer.weight
+    return layer
+
+
+def with_no_weight() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    layer.register_parameter("weight", None)
+    return layer
+
+
 def with_own_recipe() -> nn.Module:
     layer = nn.Linear(16, 16)
     layer.recipe = "sourdough"  # type: ignore[assignment]
@@ -390,6 +404,8 @@ LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(16, 16)),
+    "deleted": with_deleted_weight,
+    "none": with_no_weight,
     "attribute": with_own_recipe,
     "hooks": with_hooked_weight,
     "torch.ao": lambda: nn.MultiheadAttention(16, 2).out_proj,
@@ -411,6 +427,8 @@ fp8: its weight is stored in FP8 already (e4m3fn) and multiplies so
 orthogonal: it is parametrized: its weight is computed at each use
 weight_norm: it is parametrized: its weight is computed at each use
 spectral_norm: its weight is no parameter: weight_norm, spectral_norm, pruning or FSDP1 makes it
+deleted: its weight is no parameter: weight_norm, spectral_norm, pruning or FSDP1 makes it
+none: its weight is no parameter: weight_norm, spectral_norm, pruning or FSDP1 makes it
 attribute: it has an attribute 'recipe' of its own, a name that Float8Linear uses
 hooks: its weight has hooks, which would be lost: register them after convert
 torch.ao: a NonDynamicallyQuantizableLinear of torch.nn.modules.linear has its own way with its weight
@@ -522,6 +540,15 @@ def test_summary_without_layers() -> None:
 layer  shape  recipe  forward  dgrad  wgrad  note
 0 of 0 in FP8, 0 of them never run""",
     )
+
+
+def test_summary_of_a_layer_that_lost_its_weight() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(8, 4), nn.LazyLinear(4))
+    convert(model[0])
+    for layer in model[:2]:
+        del layer.weight
+    assert [layer.shape for layer in summary(model).layers] == [(), (), ()]
+    assert [layer.recipe for layer in summary(model).layers] == ["rowwise", None, None]
 
 
 @pytest.mark.parametrize("chip", ["NVIDIA H200", "NVIDIA H20", "NVIDIA B200", None])
