@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .dispatch.matmul import multiply
 from .kernels.quantize import CastPlan
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
-from .tensor import HIGH_PRECISION, Float8TrainingTensor
+from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
 
 Parts = tuple[Any, Any]  # (data, scale); (x, None) in high precision; (None, None) if nobody asked
 
@@ -229,16 +229,7 @@ def _linear(
     plans: Plans,
     cached: CachedWeight | None = None,
 ) -> Tensor:
-    if (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is not None
-    ):
-        raise NotImplementedError(
-            "float8.linear was called under a functorch transform (torch.func.grad, vmap, jvp, "
-            "...), which its autograd "
-            "function does not support; use .backward() or torch.autograd.grad, or "
-            "float8.revert(model) first"
-        )
+    refuse_functorch("float8.linear", "float8.revert(model) first")
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
     device_type = x.device.type

@@ -12,6 +12,7 @@ from .kernels import matmul as _matmul  # noqa: F401 (registers)
 from .kernels import quantize as _quantize  # noqa: F401
 
 quantize = torch.ops.float8.quantize
+quantize_dual = torch.ops.float8.quantize_dual
 quantize_static = torch.ops.float8.quantize_static
 dequantize = torch.ops.float8.dequantize
 scaled_mm = torch.ops.float8.scaled_mm

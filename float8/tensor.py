@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .devices import format_for
+from .devices import assumed_device, format_for
 from .dispatch.table import HANDLERS, Op
 from .formats import E8M0, FORMATS, Float8Format, format_of
-from .kernels import quantize as _registers_ops  # noqa: F401
+from .kernels.quantize import HIGH_PRECISION as HIGH_PRECISION  # and registers the ops
 from .scaling import (
     Block,
     block_amax,
@@ -27,8 +27,6 @@ from .scaling import (
     scale_layout,
     scale_shape,
 )
-
-HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Float8TrainingTensor(torch.Tensor):
@@ -128,17 +126,18 @@ class Float8TrainingTensor(torch.Tensor):
             + (", requires_grad=True)" if self.requires_grad else ")")
         )
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
-        return ["qdata", "scale"], (self.block, self.orig_dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype, str | None]]:
+        # The assumed device only for torch.compile, which compares this before it reuses code.
+        return ["qdata", "scale"], (self.block, self.orig_dtype, assumed_device())
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor],
-        meta: tuple[Block, torch.dtype],
+        meta: tuple[Block, torch.dtype, str | None],
         outer_size: Any,
         outer_stride: Any,
     ) -> Float8TrainingTensor:
-        return _build(inner["qdata"], inner["scale"], *meta)
+        return _build(inner["qdata"], inner["scale"], *meta[:2])
 
     def __coerce_tangent_metadata__(self) -> Tensor:
         """What torch.compile takes as the gradient of an FP8 output: a plain tensor. It asks for a
@@ -152,7 +151,7 @@ class Float8TrainingTensor(torch.Tensor):
         parts = [
             (t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (self.qdata, self.scale)
         ]
-        return repr((parts, self.block, self.orig_dtype, self.device, self.requires_grad))
+        return repr((parts, *self.__tensor_flatten__()[1], self.device, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # As bytes: plain pickle cannot write FP8 storages (torch 2.11 to 2.14).
@@ -201,14 +200,14 @@ def no_handler(func: Op, args: Any, kwargs: Any) -> str:
     )
 
 
-def refuse_functorch(what: str) -> None:
+def refuse_functorch(what: str, otherwise: str = "call it before the transform") -> None:
     """Raise NotImplementedError inside torch.func.grad, vmap or another functorch transform."""
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             f"{what} was called under a functorch transform (torch.func.grad, vmap, jvp, ...), "
             "which its autograd function does not support; use .backward() or torch.autograd.grad, "
-            "or call it before the transform"
+            f"or {otherwise}"
         )
 
 

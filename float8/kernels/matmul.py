@@ -23,7 +23,7 @@ from torch import Tensor
 from ..devices import DeviceProfile, Op, device_profile
 from ..formats import E8M0, format_of
 from ..scaling import FULL, Block, block_name, decode_scale, num_blocks
-from .quantize import check_devices, dequantize
+from .quantize import HIGH_PRECISION, check_devices, dequantize, names
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define(
@@ -103,14 +103,17 @@ def native_mode(a: Operand, b: Operand) -> str | None:
     return None
 
 
+def _no_mode(a: Operand, b: Operand) -> str:
+    return (
+        f"torch's scaled_mm has no mode for blocks {block_name(a.block)} times "
+        f"{block_name(b.block)} with scales {a.scale_dtype} and {b.scale_dtype}"
+    )
+
+
 def _cublas_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     fmt_a, fmt_b, mode = format_of(a.dtype), format_of(b.dtype), native_mode(a, b)
     if mode is None:
-        return (
-            f"torch's scaled_mm has no mode for blocks {block_name(a.block)} times "
-            f"{block_name(b.block)} with scales "
-            f"{a.scale_dtype} and {b.scale_dtype}"
-        )
+        return _no_mode(a, b)
     if (reason := profile.refusal(cast(Op, f"mm_{mode}"))) is not None:
         return reason
     if fmt_a.flavour != profile.flavour:
@@ -162,18 +165,34 @@ def scaled_mm(
         scale_a, scale_b: float32 or E8M0, ``scale_shape`` of a and b.
         out_dtype: bf16, fp16 or fp32.
         fast_accum: let the tensor cores keep partial sums in less than float32 (NVIDIA sm_89 and
-            sm_90); the
-            reference ignores it, being exact either way.
+            sm_90); the reference ignores it, being exact either way.
 
     Returns: [M, N] ``out_dtype``, contiguous; zeros where K is 0.
+
+    Raises:
+        ValueError: shapes, devices, ``out_dtype`` or ``impl`` do not fit, or torch's scaled_mm has
+            no mode for these blocks.
     """
-    check_devices(a, b, scale_a, scale_b)
+    _check(a, b, scale_a, scale_b, out_dtype, impl)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     if impl == "torch":
         return scaled_mm_torch(a, b, scale_a, scale_b, block_a, block_b, out_dtype)
-    assert impl == "cublas", impl
     return _scaled_mm_cublas(a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum)
+
+
+def _check(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, impl: str
+) -> None:
+    check_devices(a, b, scale_a, scale_b)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; needed (M, K), (K, N)"
+        )
+    if out_dtype not in HIGH_PRECISION:
+        raise ValueError(f"out_dtype={out_dtype} must be one of {names(HIGH_PRECISION)}")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
 
 
 def scaled_mm_torch(
@@ -189,9 +208,8 @@ def scaled_mm_torch(
     so a dequantised value loses at most what lies 2^-22 below the smallest scale."""
     a_MK = dequantize(a, scale_a, block_a, torch.float32)
     b_KN = dequantize(b, scale_b, block_b, torch.float32)
-    with torch.autocast(
-        a.device.type, enabled=False
-    ):  # autocast would round the operands to its dtype first
+    # Autocast would round the operands to its dtype first.
+    with torch.autocast(a.device.type, enabled=False):
         return torch.mm(a_MK, b_KN).to(out_dtype)
 
 
@@ -209,21 +227,18 @@ def _scaled_mm_cublas(
     # also M, for the leading dimension of M-major scales. Both operands are handled as [rows, K]: b
     # as its transpose.
     m, n = a.shape[0], b.shape[1]
-    mode = native_mode(
-        Operand(a.dtype, block_a, scale_a.dtype), Operand(b.dtype, block_b, scale_b.dtype)
-    )
-    rows_multiple, k_multiple = {"blockwise": (16, 128), "mx": (32, 128)}.get(str(mode), (16, 16))
-    pad_m = rows_multiple if mode in ("blockwise", "mx") else 1
-    a_MK = _aligned(a, pad_m, k_multiple)
+    left = Operand(a.dtype, block_a, scale_a.dtype)
+    right = Operand(b.dtype, block_b, scale_b.dtype)
+    if (mode := native_mode(left, right)) is None:
+        raise ValueError(f"impl='cublas' cannot multiply these operands: {_no_mode(left, right)}")
+    blocked = mode in ("blockwise", "mx")
+    rows_multiple, k_multiple = {"blockwise": (16, 128), "mx": (32, 128)}.get(mode, (16, 16))
+    a_MK = _aligned(a, rows_multiple if blocked else 1, k_multiple)
     b_NK = _aligned(b.t(), rows_multiple, k_multiple)
     recipe_a, scale_a = _native_scale(scale_a, a_MK, block_a, mode)
     recipe_b, scale_b_NK = _native_scale(scale_b.t(), b_NK, (block_b[1], block_b[0]), mode)
-    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if mode == "mx" else F.SwizzleType.NO_SWIZZLE
-    if (
-        mode == "rowwise"
-        and out_dtype != torch.bfloat16
-        and not _cublaslt_scales_rows(device_profile(a.device))
-    ):
+    scales_rows = _cublaslt_scales_rows(device_profile(a.device))
+    if mode == "rowwise" and out_dtype != torch.bfloat16 and not scales_rows:
         # Take unscaled float32 sums and scale them here.
         one = torch.ones((), dtype=torch.float32, device=a.device)
         acc = F.scaled_mm(
@@ -232,17 +247,13 @@ def _scaled_mm_cublas(
         )  # fmt: skip
         out = ((acc * scale_a) * scale_b_NK.t()).to(out_dtype)
     else:
+        swizzle = F.SwizzleType.SWIZZLE_32_4_4 if mode == "mx" else F.SwizzleType.NO_SWIZZLE
         # The block modes write bf16 or fp32.
-        native_dtype = (
-            torch.float32
-            if mode in ("blockwise", "mx") and out_dtype == torch.float16
-            else out_dtype
-        )
+        native = torch.float32 if blocked and out_dtype == torch.float16 else out_dtype
         out = F.scaled_mm(
-            a_MK, b_NK.t(), scale_a, recipe_a,
-            scale_b_NK if mode in ("blockwise", "mx") else scale_b_NK.t(), recipe_b,
+            a_MK, b_NK.t(), scale_a, recipe_a, scale_b_NK if blocked else scale_b_NK.t(), recipe_b,
             swizzle_a=swizzle, swizzle_b=swizzle,
-            output_dtype=native_dtype, use_fast_accum=fast_accum,
+            output_dtype=native, use_fast_accum=fast_accum,
         ).to(out_dtype)  # fmt: skip
     return out[:m, :n].contiguous()
 
@@ -326,7 +337,7 @@ def _fake_scaled_mm(
     fast_accum: bool,
     impl: str,
 ) -> Tensor:
-    check_devices(a, b, scale_a, scale_b)
+    _check(a, b, scale_a, scale_b, out_dtype, impl)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 

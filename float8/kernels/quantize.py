@@ -32,7 +32,7 @@ from ..scaling import (
     scale_shape,
 )
 
-_HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 _LOWEST_GIVEN_SCALE = 2.0**-127  # the lowest of E8M0; below 2^-128 the reciprocal is infinite
 
 
@@ -225,9 +225,9 @@ def _launch(x: Tensor, cast: CastPlan, cast_t: CastPlan | None) -> tuple[Tensor,
 
 def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
     """Raise ValueError for what neither cast takes; implementations and fake kernels ask this."""
-    if x.dtype not in _HIGH_PRECISION:
+    if x.dtype not in HIGH_PRECISION:
         raise ValueError(
-            f"x is {x.dtype}; a cast takes {_names(_HIGH_PRECISION)}, so convert it first"
+            f"x is {x.dtype}; a cast takes {names(HIGH_PRECISION)}, so convert it first"
         )
     check_block(x.shape, block)
     if format_of(dtype) is E8M0:
@@ -240,8 +240,8 @@ def _check_dequantize(data: Tensor, block: Block, dtype: torch.dtype) -> None:
             f"data is {data.dtype}, a format for scales only; data has an e4m3 or e5m2 dtype"
         )
     check_block(data.shape, block)
-    if dtype not in _HIGH_PRECISION:
-        raise ValueError(f"dtype={dtype} must be one of {_names(_HIGH_PRECISION)}")
+    if dtype not in HIGH_PRECISION:
+        raise ValueError(f"dtype={dtype} must be one of {names(HIGH_PRECISION)}")
 
 
 def check_devices(*tensors: Tensor) -> None:
@@ -265,7 +265,7 @@ def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
         )
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+def names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(map(str, dtypes))
 
 

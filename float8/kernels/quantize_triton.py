@@ -547,6 +547,8 @@ def _measure(x: Tensor, layout: CastPlan, per: str) -> Tensor:
     per = "tensor" if kind(layout) == "tensor" else per
     amax = x.new_zeros((e, {"tensor": 1, "row": m, "column": k}[per]), dtype=torch.int32)
     bm, bn, down, along = (16, 128, 1, 8) if per == "row" else (16, 256, 16, 1)
+    if m > 65535 * bm * down:  # the grid's limit; triton_refusal stops at 128 rows a program
+        bm, bn = 128, 16
     amax_kernel[(triton.cdiv(k, bn * along), triton.cdiv(m, bm * down), e)](
         x, amax, m, k, *x.stride(), T=_target(x, layout),
         PER=per, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4, num_warps=4,
