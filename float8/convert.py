@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -297,7 +298,7 @@ def convert(
         ValueError: an argument is of the wrong kind, a layer is in FP8 already, or ``strict``
             objects.
         RuntimeError: a parameter that should become a Float8Weight is held by a graph that waits
-            for its backward, or by DistributedDataParallel.
+            for its backward, by DistributedDataParallel or by a weak reference.
             In either case the model is as it was.
     """
     _check_arguments(model, recipe, keep, experts)
@@ -321,7 +322,7 @@ def convert(
         asked += [("experts", experts)] * isinstance(experts, Recipe)
         _check_outcome(model, report, sites, [option for option in asked if option not in used])
     todo = [(site, decision) for site, decision in decisions if isinstance(decision, Recipe)]
-    _change_all(todo, _enter, _leave)
+    _change_all(todo, _enter)
     for site, decision in decisions:
         if isinstance(decision, str):
             _reasons.setdefault(site.module, {})[site.parameter] = decision
@@ -426,40 +427,60 @@ def _holder_of_layers(model: nn.Module, pattern: str, sites: Sequence[_Site]) ->
     return None
 
 
-def _enter(site: _Site, recipe: Recipe) -> None:
+def _enter(site: _Site, recipe: Recipe) -> Callable[[], object]:
+    """Convert a site; returns what takes that back."""
+    module, name = site.module, site.parameter
     if site.by_class:
-        site.module.__class__ = Float8Linear
-        site.module.__dict__["recipe"] = recipe
-    else:
-        wrap_parameter(site.module, site.parameter, recipe)
+        module.__class__ = Float8Linear
+        module.__dict__["recipe"] = recipe
+        return partial(_leave, site, recipe)
+    wrap_parameter(module, name, recipe)
+    return partial(unwrap_parameter, module, name)
 
 
-def _leave(site: _Site, recipe: Recipe) -> None:
-    by_class = type(site.module) is Float8Linear  # else mypy takes nn.Linear for a mistake
+def _leave(site: _Site, recipe: Recipe) -> Callable[[], object]:
+    """Revert a site; returns what takes that back, and what it recorded too."""
+    module, name = site.module, site.parameter
+    by_class = type(module) is Float8Linear  # else mypy takes nn.Linear for a mistake
     if by_class:
-        for name in _STATE:
-            site.module.__dict__.pop(name, None)
-        site.module.__class__ = nn.Linear
-    else:
-        unwrap_parameter(site.module, site.parameter)
+        state = {key: module.__dict__.pop(key) for key in _STATE if key in module.__dict__}
+        module.__class__ = nn.Linear
+
+        def back() -> None:
+            module.__class__ = Float8Linear
+            module.__dict__.update(state)
+
+        return back
+    weight = _float8_weight(module._parameters[name])  # None after another that shares it
+    record = None if weight is None else weight.record
+    unwrap_parameter(module, name)
+
+    def back_to_weight() -> None:
+        wrap_parameter(module, name, recipe)
+        again = module._parameters[name]
+        if record is not None and isinstance(again, Float8Weight):
+            again.record = record
+
+    return back_to_weight
 
 
 def _change_all(
     todo: Sequence[tuple[_Site, Recipe]],
-    change: Callable[[_Site, Recipe], None],
-    undo: Callable[[_Site, Recipe], None],
+    change: Callable[[_Site, Recipe], Callable[[], object]],
 ) -> None:
     """Change every site or, if one of them fails, none."""
-    for i, (site, recipe) in enumerate(todo):
+    undo: list[Callable[[], object]] = []
+    for site, recipe in todo:
         try:
-            change(site, recipe)
+            undo.append(change(site, recipe))
         except BaseException as error:
-            for done in todo[:i]:
-                undo(*done)
+            for back in reversed(undo):
+                back()
             if isinstance(error, RuntimeError):  # from torch.utils.swap_tensors
                 raise RuntimeError(
                     f"{_title(site.name)} could not be changed, so nothing was: its parameter is "
-                    "held by a graph that waits for its backward, or by DistributedDataParallel"
+                    "held by a graph that waits for its backward, by DistributedDataParallel or "
+                    "by a weak reference"
                 ) from error
             raise
 
@@ -471,8 +492,10 @@ def revert(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: nothing in ``model`` is in FP8, or something was built on a converted layer
             meanwhile: a class derived, a forward patched, a Float8Weight sharded.
-        RuntimeError: a graph that waits for its backward holds a Float8Weight.
+        RuntimeError: a Float8Weight is held by DistributedDataParallel or by a weak reference.
             In either case the model is as it was.
+
+    A graph made before holds nothing up, but its backward then raises where it has a Float8Weight.
     """
     _check_module(model, "revert")
     found = [(site, site.recipe) for site in _sites(model) if site.recipe is not None]
@@ -494,7 +517,7 @@ def revert(model: nn.Module) -> nn.Module:
             raise ValueError(
                 f"{_title(site.name)} has a sharded Float8Weight; revert before fully_shard"
             )
-    _change_all(found, _leave, _enter)
+    _change_all(found, _leave)
     for module in model.modules():
         _reasons.pop(module, None)
     return model

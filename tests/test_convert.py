@@ -8,6 +8,7 @@ import copy
 import io
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -1377,7 +1378,7 @@ def test_float8_weights_come_before_data_parallel() -> None:
         assert all(type(p) is nn.Parameter for p in model.parameters())
     assert_expected_inline(
         message,
-        """Layer 'module.1' could not be changed, so nothing was: its parameter is held by a graph that waits for its backward, or by DistributedDataParallel""",  # noqa: E501
+        """Layer 'module.1' could not be changed, so nothing was: its parameter is held by a graph that waits for its backward, by DistributedDataParallel or by a weak reference""",  # noqa: E501
     )
     model = mixed()
     with one_process_group():
@@ -1429,6 +1430,28 @@ Layer '0' has a sharded weight (DTensor), of which there is no whole to cast; tr
 Layer '0' is in FP8 already; float8.revert(model), then convert as you like
 Layer '1' has a sharded Float8Weight; revert before fully_shard""",  # noqa: E501
     )
+
+
+def test_revert_that_fails_leaves_no_trace() -> None:
+    model, x = mixed(), torch.randn(16, 32)
+    convert(model)
+    model(x)
+    cached = cached_weights(model)
+    cached.__enter__()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    classes = [type(module) for module in model.modules()]
+    layers, weights = summary(model).layers, list(model.parameters())
+    held = weakref.ref(model[2].w2)
+    assert "weak reference" in raised(lambda: revert(model), RuntimeError)
+    assert summary(model).layers == layers
+    assert [type(module) for module in model.modules()] == classes
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    assert vars(model[0]) == before["0"]
+    assert list(model.state_dict()) == list(mixed().state_dict())
+    cached.__exit__(None, None, None)
+    del held
+    revert(model)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
 
 
 def test_a_graph_that_waits_for_backward() -> None:
