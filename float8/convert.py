@@ -29,213 +29,20 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .devices import device_profile
 from .linear import CachedWeight, Float8Linear
 from .recipe import RECIPES, ROWWISE, Recipe
 from .scaling import FULL, Block
-from .tensor import HIGH_PRECISION, Float8TrainingTensor
+from .sites import SHARDED, STATE, Site, find_sites, float8_weight, is_distributed
 from .weight import Float8Weight, unwrap_parameter, wrap_parameter
 
 RecipeMap = Mapping[str, Recipe | None]
-Kind = Literal["linear", "experts", "unknown"]
 Experts = Recipe | Literal["auto", False]
 
 KEEP = ("lm_head", "output", "*router*", "gate")  # logits and routing: small gain, large harm
-_SHARDED = "its weight is sharded already: convert before that"
-_TIED = "it is tied to a parameter of another module, which would meet the Float8Weight too"
-_OTHERS = ("torch.", "torchao.", "bitsandbytes.")  # whose linear layers quantise by themselves
-_STATE = ("recipe", "last_run", "cached")  # what Float8Linear keeps on an instance
-_CONTAINERS = (  # classes of torch that leave the use of parameters to others
-    nn.Module,
-    nn.Linear,
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.ParameterList,
-    nn.ParameterDict,
-)
-
-
-@dataclass(frozen=True)
-class _Site:
-    """A place that multiplies a weight, or may."""
-
-    name: str  # the layer's, or the parameter's
-    names: tuple[str, ...]  # what patterns are matched against
-    module: nn.Module
-    parameter: str  # its name within the module
-    kind: Kind
-    by_class: bool  # becomes a Float8Linear, rather than its parameter a Float8Weight
-    refusal: str | None  # why it cannot become either
-
-    @property
-    def weight(self) -> Tensor | None:
-        """Also one that something computes at each use; None where there is none."""
-        weight: Tensor | None = getattr(self.module, self.parameter, None)
-        return weight
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe of a converted place; None where it is in high precision."""
-        if isinstance(self.module, Float8Linear) and self.kind == "linear":
-            return self.module.recipe
-        weight = _float8_weight(self.module._parameters.get(self.parameter))
-        return None if weight is None else weight.recipe
-
-    def matches(self, pattern: str) -> bool:
-        return any(fnmatchcase(name, pattern) for name in self.names)
-
-    def named_by(self, pattern: str) -> bool:
-        """Whether a pattern of a recipe map means this place; "*" never means an unknown one."""
-        if self.kind == "unknown" and pattern.rpartition(".")[2] != self.parameter:
-            return False
-        return self.matches(pattern)
-
-
-def _sites(model: nn.Module) -> list[_Site]:
-    """Every place in ``model`` that multiplies a weight, or may, in order; a shared module once."""
-    modules = list(model.named_modules(remove_duplicate=False))
-    by_path = dict(modules)
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in modules:
-        paths.setdefault(module, []).append(path)
-    users = Counter(id(p) for module in paths for p in module._parameters.values())
-
-    sites = []
-    for module, names in paths.items():
-        known = (*names, *(name.rpartition(".")[2] for name in names))
-        ancestors = [by_path[name[:i]] for name in names for i in _dots(name)]
-        managed = any(hasattr(m, "unshard") for m in (module, *ancestors))  # by fully_shard
-        if isinstance(module, nn.Linear):
-            by_class = type(module) in (nn.Linear, Float8Linear) and "forward" not in vars(module)
-            parents = [by_path[name.rpartition(".")[0]] for name in names if name]
-            refusal = _refuse_linear(module, parents, by_class)
-            if not by_class:
-                refusal = refusal or _refuse_swap(module.weight, users, managed)
-            sites.append(_Site(names[0], known, module, "weight", "linear", by_class, refusal))
-        for local, weight in _other_weights(module):
-            refusal = _refuse_parameter(module, weight) or _refuse_swap(weight, users, managed)
-            stack = weight.ndim == 3 and weight.shape[0] > 1 and min(weight.shape[1:]) >= 16
-            kind: Kind = "experts" if stack else "unknown"
-            full = [f"{name}.{local}".lstrip(".") for name in names]
-            known_here = (*full, local, *known)
-            sites.append(_Site(full[0], known_here, module, local, kind, False, refusal))
-    return sites
-
-
-def _dots(name: str) -> list[int]:
-    """Where the names of the modules around a module end in its name."""
-    return [0, *(i for i, letter in enumerate(name) if letter == ".")]
-
-
-def _other_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters, besides ``weight`` of an nn.Linear, that may be weights of products."""
-    found = {name: p for name, p in module._parameters.items() if p is not None}
-    if isinstance(module, nn.MultiheadAttention):
-        return [(name, p) for name, p in found.items() if name.endswith("proj_weight")]
-    if type(module) in (nn.Linear, Float8Linear) or _is_torchs(module):
-        return []
-    if isinstance(module, nn.Linear):
-        found.pop("weight", None)
-    return [
-        (name, p)
-        for name, p in found.items()
-        if not is_lazy(p) and p.is_floating_point() and p.ndim in (2, 3)
-    ]
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether a class of torch uses the module's parameters: a convolution, a norm, ..."""
-    classes = [c for c in type(module).__mro__ if issubclass(c, nn.Module) and c not in _CONTAINERS]
-    return any(c.__module__.startswith("torch.") and not _is_distributed(c) for c in classes)
-
-
-def _is_distributed(cls: type) -> bool:
-    """DTensor, or a class that fully_shard made; by name, for torch may be built without them."""
-    return cls.__module__.startswith("torch.distributed.")
-
-
-def _float8_weight(weight: Tensor | None) -> Float8Weight | None:
-    """The Float8Weight that a parameter is, or that fully_shard cut it into (a DTensor's part)."""
-    if weight is not None and _is_distributed(type(weight)):
-        weight = getattr(weight, "_local_tensor", None)
-    return weight if isinstance(weight, Float8Weight) else None
-
-
-def _refuse_linear(module: nn.Linear, parents: Sequence[nn.Module], by_class: bool) -> str | None:
-    if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
-        return "nn.MultiheadAttention multiplies this weight itself, without calling the layer"
-    if any(_has_fast_path(parent) for parent in parents):
-        return (
-            "nn.TransformerEncoderLayer multiplies this weight itself in eval mode; "
-            "torch.backends.mha.set_fastpath_enabled(False) before convert prevents that"
-        )
-    if is_parametrized(module):
-        return "it is parametrized: its weight is computed at each use"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is no parameter: weight_norm, spectral_norm, pruning or FSDP1 makes it"
-    if isinstance(module, Float8Linear) or _float8_weight(weight) is not None:
-        return None
-    cls = type(module)
-    if _is_distributed(cls):
-        return f"fully_shard made it a {cls.__name__}: convert before that"
-    if cls.__module__.startswith(_OTHERS) and cls is not nn.Linear and not is_lazy(weight):
-        return f"a {cls.__name__} of {cls.__module__} has its own way with its weight"
-    taken = [name for name in _STATE if by_class and name in module.__dict__]
-    if taken:
-        return f"it has an attribute {taken[0]!r} of its own, a name that Float8Linear uses"
-    return _refuse_weight(weight)
-
-
-def _refuse_parameter(module: nn.Module, weight: Tensor) -> str | None:
-    if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention multiplies it in one function with everything else"
-    if _float8_weight(weight) is not None:
-        return None
-    if is_parametrized(module):
-        return "its module is parametrized"
-    return _refuse_weight(weight)
-
-
-def _refuse_weight(weight: Tensor) -> str | None:
-    if is_lazy(weight):
-        return "a lazy layer has no weight yet: run one batch before convert"
-    if isinstance(weight, Float8TrainingTensor):
-        return f"its weight is stored in FP8 already ({weight.format.name}) and multiplies so"
-    if is_traceable_wrapper_subclass(weight) and not _is_distributed(type(weight)):
-        return f"its weight is a {type(weight).__name__}, not a plain tensor"
-    if weight.dtype not in HIGH_PRECISION:
-        return f"its weight is {weight.dtype}; needed {', '.join(map(str, HIGH_PRECISION))}"
-    if weight.is_inference():
-        return "its weight was made under torch.inference_mode, where nothing can be trained"
-    return None
-
-
-def _refuse_swap(weight: Tensor, users: Counter[int], managed: bool) -> str | None:
-    """Why a parameter cannot become a Float8Weight, or stop being one, in place."""
-    if managed or _is_distributed(type(weight)):
-        return _SHARDED
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return "its weight has hooks, which would be lost: register them after convert"
-    return _TIED if users[id(weight)] > 1 else None
-
-
-def _has_fast_path(module: nn.Module) -> bool:
-    """Whether torch's fused kernel may run, which reads the weights of linear1 and linear2."""
-    return (
-        isinstance(module, nn.TransformerEncoderLayer)
-        and type(module).forward is nn.TransformerEncoderLayer.forward
-        and torch.backends.mha.get_fastpath_enabled()
-        and module.self_attn.batch_first
-        and module.activation_relu_or_gelu != 0
-    )
-
 
 # Why the last convert left a place alone: module -> parameter -> reason. For summary(); a copied
 # model has none, and its summary says less.
@@ -302,7 +109,7 @@ def convert(
             In either case the model is as it was.
     """
     _check_arguments(model, recipe, keep, experts)
-    sites = _sites(model)
+    sites = find_sites(model)
     if (found := next((site.name for site in sites if site.recipe is not None), None)) is not None:
         raise ValueError(
             f"{_title(found)} is in FP8 already; float8.revert(model), then convert as you like"
@@ -357,7 +164,7 @@ def _check_arguments(model: object, recipe: object, keep: object, experts: objec
 
 
 def _decide(
-    site: _Site,
+    site: Site,
     recipe: Recipe | RecipeMap,
     keep: Sequence[str],
     experts: Experts,
@@ -392,7 +199,7 @@ def _decide(
 def _check_outcome(
     model: nn.Module,
     report: Report,
-    sites: Sequence[_Site],
+    sites: Sequence[Site],
     idle: Sequence[tuple[str, object]],
 ) -> None:
     """Raise ValueError if nothing is to be converted, or for options that decided nothing."""
@@ -417,7 +224,7 @@ def _check_outcome(
         )
 
 
-def _holder_of_layers(model: nn.Module, pattern: str, sites: Sequence[_Site]) -> str | None:
+def _holder_of_layers(model: nn.Module, pattern: str, sites: Sequence[Site]) -> str | None:
     """The name of a module that a pattern matches and that has layers inside."""
     name: str
     for name, _ in model.named_modules():
@@ -427,7 +234,7 @@ def _holder_of_layers(model: nn.Module, pattern: str, sites: Sequence[_Site]) ->
     return None
 
 
-def _enter(site: _Site, recipe: Recipe) -> Callable[[], object]:
+def _enter(site: Site, recipe: Recipe) -> Callable[[], object]:
     """Convert a site; returns what takes that back."""
     module, name = site.module, site.parameter
     if site.by_class:
@@ -438,12 +245,12 @@ def _enter(site: _Site, recipe: Recipe) -> Callable[[], object]:
     return partial(unwrap_parameter, module, name)
 
 
-def _leave(site: _Site, recipe: Recipe) -> Callable[[], object]:
+def _leave(site: Site, recipe: Recipe) -> Callable[[], object]:
     """Revert a site; returns what takes that back, and what it recorded too."""
     module, name = site.module, site.parameter
     by_class = type(module) is Float8Linear  # else mypy takes nn.Linear for a mistake
     if by_class:
-        state = {key: module.__dict__.pop(key) for key in _STATE if key in module.__dict__}
+        state = {key: module.__dict__.pop(key) for key in STATE if key in module.__dict__}
         module.__class__ = nn.Linear
 
         def back() -> None:
@@ -451,7 +258,7 @@ def _leave(site: _Site, recipe: Recipe) -> Callable[[], object]:
             module.__dict__.update(state)
 
         return back
-    weight = _float8_weight(module._parameters[name])  # None after another that shares it
+    weight = float8_weight(module._parameters[name])  # None after another that shares it
     record = None if weight is None else weight.record
     unwrap_parameter(module, name)
 
@@ -465,8 +272,8 @@ def _leave(site: _Site, recipe: Recipe) -> Callable[[], object]:
 
 
 def _change_all(
-    todo: Sequence[tuple[_Site, Recipe]],
-    change: Callable[[_Site, Recipe], Callable[[], object]],
+    todo: Sequence[tuple[Site, Recipe]],
+    change: Callable[[Site, Recipe], Callable[[], object]],
 ) -> None:
     """Change every site or, if one of them fails, none."""
     undo: list[Callable[[], object]] = []
@@ -498,7 +305,7 @@ def revert(model: nn.Module) -> nn.Module:
     A graph made before holds nothing up, but its backward then raises where it has a Float8Weight.
     """
     _check_module(model, "revert")
-    found = [(site, site.recipe) for site in _sites(model) if site.recipe is not None]
+    found = [(site, site.recipe) for site in find_sites(model) if site.recipe is not None]
     if not found:
         raise ValueError("no layer of this model is in FP8, so there is nothing to revert")
     for site, _ in found:
@@ -513,7 +320,7 @@ def revert(model: nn.Module) -> nn.Module:
                 f"{_title(site.name)} got a forward of its own after convert, which may call that "
                 "of Float8Linear; take it off before revert"
             )
-        if site.refusal == _SHARDED:
+        if site.refusal == SHARDED:
             raise ValueError(
                 f"{_title(site.name)} has a sharded Float8Weight; revert before fully_shard"
             )
@@ -574,7 +381,7 @@ def summary(model: nn.Module) -> Summary:
     they last ran, or why it stays in high precision."""
     _check_module(model, "summary")
     layers = []
-    for site in _sites(model):
+    for site in find_sites(model):
         weight, recipe = site.weight, site.recipe
         shape = () if weight is None or is_lazy(weight) else tuple(weight.shape)
         if recipe is None:
@@ -583,8 +390,8 @@ def summary(model: nn.Module) -> Summary:
                 Layer(site.name, shape, None, None, noted or site.refusal or "not converted")
             )
             continue
-        float8_weight = _float8_weight(weight)
-        holder: Any = site.module if float8_weight is None else float8_weight
+        wrapped = float8_weight(weight)
+        holder: Any = site.module if wrapped is None else wrapped
         note = "" if weight is None else _advice(shape, recipe, weight.device)
         layers.append(Layer(site.name, shape, recipe.name, holder.last_run, note))
     return Summary(tuple(layers))
@@ -639,7 +446,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
                 f"{_title(name)} has a cached weight; cached_weights does not nest, so leave the "
                 "outer block first"
             )
-        if _is_distributed(type(layer.weight)):
+        if is_distributed(type(layer.weight)):
             raise ValueError(
                 f"{_title(name)} has a sharded weight ({type(layer.weight).__name__}), of which "
                 "there is no whole to cast; train without cached_weights"

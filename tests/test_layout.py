@@ -29,6 +29,7 @@ LAYERS = [
     ["dispatch.*"],
     ["recipe"],
     ["linear", "grouped", "mlp", "weight"],
+    ["sites"],
     ["convert", "monitor"],
     ["parallel.*"],
     ["integrations.*"],
