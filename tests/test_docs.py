@@ -53,12 +53,13 @@ class Transformer(nn.Module):
         return self.lm_head(x)
 
 model, config, batch = Transformer(), None, torch.randn(64, 32)
+another = Transformer()
 micro_batches, loss = [batch, batch], lambda y: y.square().mean()
 train = lambda model: loss(model(batch)).backward()
 x, weight, bias = torch.randn(64, 256), torch.randn(96, 256), torch.zeros(96)
 w8 = float8.quantize(weight, block=(128, 128))
 """
-# It lists ways to call convert: each starts from a model that is not converted yet.
+# Its blocks stand alone: each converts a model that is not converted yet.
 README_AGAIN = ("report = float8.convert(model", "model = Transformer()")
 
 
