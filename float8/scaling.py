@@ -57,11 +57,11 @@ def check_block(shape: torch.Size | tuple[int, ...], block: Block) -> None:
     if len(block) != len(shape):
         raise ValueError(
             f"block {block_name(block)} has {len(block)} entries but the tensor of shape "
-            f"{tuple(shape)} has "
-            f"{len(shape)} dimensions; give one entry per dimension (a size, or float8.FULL)"
+            f"{tuple(shape)} has {len(shape)} dimensions; give one entry per dimension (a size, or "
+            "float8.FULL)"
         )
     for b in block:
-        if b != FULL and b < 1:
+        if isinstance(b, bool) or not isinstance(b, int | torch.SymInt) or (b != FULL and b < 1):
             raise ValueError(
                 f"block {block_name(block)} holds {b}; every entry must be a positive size or "
                 "float8.FULL (-1)"
@@ -102,7 +102,7 @@ def broadcast_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: B
     """Repeat ``scale`` so that it multiplies data of ``shape``; dimensions of FULL blocks stay of
     length 1."""
     for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
-        if b not in (1, FULL):
+        if b not in (1, FULL) and b < n:
             scale = scale.repeat_interleave(b, dim).narrow(dim, 0, n)
     return scale
 
@@ -115,7 +115,8 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     comparison.
     """
     bits = x.to(torch.float32).view(torch.int32).bitwise_and(0x7FFFFFFF)
-    sizes = [max(n, 1) if b == FULL else b for n, b in zip(x.shape, block, strict=True)]
+    # A block that is longer than its dimension is as long as it, not padded.
+    sizes = [max(n, 1) if b == FULL or b > n else b for n, b in zip(x.shape, block, strict=True)]
     pads = [
         c * s - n
         for n, b, s, c in zip(x.shape, block, sizes, scale_shape(x.shape, block), strict=True)

@@ -153,6 +153,13 @@ class Float8TrainingTensor(torch.Tensor):
         ]
         return repr((parts, *self.__tensor_flatten__()[1], self.device, self.requires_grad))
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        # Its own storage is empty: what reads it through a pointer must not get that.
+        raise NotImplementedError(
+            "a Float8TrainingTensor is data and scales, which dlpack cannot hand over; export "
+            ".dequantize(), or .qdata and .scale"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # As bytes: plain pickle cannot write FP8 storages (torch 2.11 to 2.14).
         scale = self.scale.view(torch.uint8) if self.scale.dtype == E8M0.dtype else self.scale
@@ -325,6 +332,11 @@ def quantize(
         NotImplementedError: inside torch.func.grad, vmap or another functorch transform.
     """
     refuse_functorch("float8.quantize")
+    if not isinstance(x, Tensor) or not isinstance(block, Sequence) or isinstance(block, str):
+        raise ValueError(
+            f"quantize takes a tensor and a block with one entry per dimension, such as (1, 128); "
+            f"got {type(x).__name__} and {block!r}"
+        )
     block = tuple(block)
     if isinstance(x, Float8TrainingTensor):
         raise ValueError(
@@ -345,6 +357,11 @@ def quantize(
         if scale_mode is not None:
             raise ValueError(
                 f"scale_mode={scale_mode!r} and a given scale exclude each other; pass one of them"
+            )
+        if not isinstance(scale, Tensor):
+            raise ValueError(
+                f"scale={scale!r} must be a tensor with one entry per block; for one number: "
+                f"torch.full({scale_shape(x.shape, block)}, {scale!r})"
             )
         _check_scale(scale, x, block)
     mode = scale_mode or "fp32"

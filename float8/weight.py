@@ -80,6 +80,13 @@ class Float8Weight(torch.Tensor):
         result: Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]
         return result
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        # Its own storage is empty: what reads it through a pointer must not get that.
+        return self.original.__dlpack__(*args, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.original.__dlpack_device__()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"Float8Weight({self.original!r}, recipe={self.recipe.name}{grad})"

@@ -882,3 +882,16 @@ def test_functorch_around_a_frozen_weight() -> None:
     assert eager.grad is not None
     assert_same_bytes(got, eager.grad)
     assert_same_bytes(torch.func.vmap(lambda t: w8[0] * t)(x), w8[0] * x)
+
+
+def test_what_reads_memory_through_dlpack_gets_a_sentence() -> None:
+    with pytest.raises(NotImplementedError, match=r"dlpack cannot hand over; export \.dequantize"):
+        torch.from_dlpack(float8.quantize(torch.randn(8, 64), (1, FULL)))
+
+
+def test_a_block_longer_than_its_dimension_is_as_long_as_it() -> None:
+    """And nothing is padded to its length."""
+    x = torch.randn(5, 7)
+    huge, full = float8.quantize(x, (1, 2**40)), float8.quantize(x, (1, FULL))
+    assert torch.equal(huge.dequantize(), full.dequantize())
+    assert huge.scale.shape == full.scale.shape

@@ -1195,3 +1195,8 @@ def test_fully_shard_with_uneven_shards() -> None:
         assert "is sharded" in error(lambda: unwrap_parameter(models[0], "weight"), ValueError)
 
     run(None)
+
+
+def test_dlpack_hands_over_the_values() -> None:
+    w = torch.randn(8, 64)
+    assert torch.equal(torch.from_dlpack(Float8Weight(w)), w)
