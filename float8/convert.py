@@ -99,7 +99,7 @@ def convert(
         experts: for stacks of expert matrices that no pattern of a recipe map matches: "auto" goes
             by ``recipe``, a Recipe is theirs alone, False leaves them in high precision.
         strict: raise when nothing was converted, or when a pattern or a Recipe for experts that you
-            passed decided nothing.
+            passed decided nothing, be it because all it is for cannot multiply in FP8.
 
     Raises:
         ValueError: an argument is of the wrong kind, a layer is in FP8 already, or ``strict``
@@ -170,7 +170,8 @@ def _decide(
     experts: Experts,
     used: set[tuple[str, object]],
 ) -> Recipe | str:
-    """The site's recipe, or why it has none; ``used`` gets what patterns and options had a say."""
+    """The site's recipe, or why it has none; ``used`` gets what patterns and options had a say.
+    One that asks for FP8 where that cannot be has none."""
     kept = [pattern for pattern in keep if site.matches(pattern)]
     used.update(("keep", pattern) for pattern in kept)
     if kept:
@@ -178,11 +179,13 @@ def _decide(
     if isinstance(recipe, Mapping):
         pattern = next((pattern for pattern in recipe if site.named_by(pattern)), None)
         if pattern is not None:
-            used.add(("recipe", pattern))
             chosen: Recipe | None = recipe[pattern]
+            if chosen is None or site.refusal is None:
+                used.add(("recipe", pattern))
             return site.refusal or chosen or f"kept by None for pattern {pattern!r}"
     if site.kind == "experts" and experts != "auto":
-        used.add(("experts", experts))
+        if site.refusal is None:
+            used.add(("experts", experts))
         return site.refusal or experts or "kept by experts=False"
     if site.refusal is not None:
         return site.refusal
@@ -207,10 +210,17 @@ def _check_outcome(
     for option, value in idle:
         if option == "experts":
             text = "no stack of expert matrices is left for experts= to decide"
+            meant = [site for site in sites if site.kind == "experts"]
         else:
             assert isinstance(value, str)
             text = f"pattern {value!r} of {option} decides nothing"
-            if any(site.named_by(value) for site in sites):
+            meant = [site for site in sites if site.named_by(value)]
+        refused = [s for s in meant if s.refusal and s.refusal == report.skipped.get(s.name)]
+        if refused:
+            text += f", since {refused[0].name!r} cannot multiply in FP8 ({refused[0].refusal})"
+        elif option != "experts":
+            assert isinstance(value, str)
+            if meant:
                 text += ", since keep or an earlier pattern has decided what it matches"
             elif (holder := _holder_of_layers(model, value, sites)) is not None:
                 text += f" ({holder!r} only holds layers, which {holder + '.*'!r} matches)"
@@ -390,6 +400,10 @@ def summary(model: nn.Module) -> Summary:
                 Layer(site.name, shape, None, None, noted or site.refusal or "not converted")
             )
             continue
+        if site.overridden:
+            note = "overridden: something computes another weight from it, in high precision"
+            layers.append(Layer(site.name, shape, None, None, note))
+            continue
         wrapped = float8_weight(weight)
         holder: Any = site.module if wrapped is None else wrapped
         note = "" if weight is None else _advice(shape, recipe, weight.device)
@@ -422,6 +436,7 @@ def _advice(shape: tuple[int, ...], recipe: Recipe, device: torch.device) -> str
 def cached_weights(model: nn.Module) -> Iterator[None]:
     """Within the block, Float8Linears multiply FP8 copies of their weights that are made here,
     once, in both layouts (2 bytes per weight): for the micro-batches of one optimiser step.
+    Copies and pickles of the model come without them.
 
         with float8.cached_weights(model):
             for batch in micro_batches:
@@ -429,8 +444,9 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     Results are the same bits as without. A weight that changes meanwhile makes the next eager
-    forward raise RuntimeError; compiled code cannot check. Float8Weights are cast at each use, as
-    always.
+    forward raise RuntimeError, with two exceptions: compiled code cannot check, and a change in
+    place through ``weight.data``, as ``weight.data.mul_(2)``, cannot be seen. Float8Weights are
+    cast at each use, as always.
 
     Raises:
         ValueError: there is no Float8Linear, the weight of one is cached already (blocks do not

@@ -139,6 +139,13 @@ def _keep_whole() -> None:
 _keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _made_of(weight: Tensor) -> tuple[object, ...]:
+    """What changes with a weight's values. Assigning ``.data``, as ``.to()`` does, leaves the
+    version as it is, but not the memory or its reading."""
+    memory = weight.untyped_storage()._cdata, weight.storage_offset()
+    return weight._version, *memory, weight.shape, weight.stride(), weight.dtype
+
+
 class CachedWeight(NamedTuple):
     """A weight's FP8 copies for forward [N, K] and dgrad [K, N] (None where that GEMM is in high
     precision), and what they were made of."""
@@ -146,7 +153,8 @@ class CachedWeight(NamedTuple):
     w_NK: Float8TrainingTensor | None
     w_KN: Float8TrainingTensor | None
     weight: Tensor
-    version: int
+    storage: torch.UntypedStorage  # held, so that no other gets its address
+    made_of: tuple[object, ...]
     recipe: Recipe
 
     @staticmethod
@@ -156,12 +164,15 @@ class CachedWeight(NamedTuple):
         w, w_t = _cast(weight, forward and forward.b, dgrad and dgrad.b)
         w_NK = None if forward is None else Float8TrainingTensor(*w, forward.b.block, weight.dtype)
         w_KN = None if dgrad is None else Float8TrainingTensor(*w_t, dgrad.b.block, weight.dtype)
-        return CachedWeight(w_NK, w_KN, weight, weight._version, recipe)
+        return CachedWeight(
+            w_NK, w_KN, weight, weight.untyped_storage(), _made_of(weight), recipe
+        )
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
         """Raise RuntimeError unless the copies are of this weight as it is now, made for this
-        recipe."""
-        if weight is self.weight and weight._version == self.version and recipe == self.recipe:
+        recipe. What is written through ``weight.data`` in place (``weight.data.mul_(2)``) leaves no
+        trace and is not seen."""
+        if weight is self.weight and recipe == self.recipe and _made_of(weight) == self.made_of:
             return
         raise RuntimeError(
             f"the weight (shape {tuple(weight.shape)}) or the recipe of a layer changed inside "
@@ -304,6 +315,11 @@ class Float8Linear(nn.Linear):
         if self.cached is not None and not torch.compiler.is_compiling():
             self.cached.check(self.weight, self.recipe)
         return _linear(input, self.weight, self.bias, self.recipe, plans, self.cached)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: they outlive the block of float8.cached_weights, which knows
+        nothing of them."""
+        return {name: value for name, value in self.__dict__.items() if name != "cached"}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

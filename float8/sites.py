@@ -29,6 +29,7 @@ SHARDED = "its weight is sharded already: convert before that"
 _TIED = "it is tied to a parameter of another module, which would meet the Float8Weight too"
 _OTHERS = ("torch.", "torchao.", "bitsandbytes.")  # whose linear layers quantise by themselves
 STATE = ("recipe", "last_run", "cached")  # what Float8Linear keeps on an instance
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _CONTAINERS = (  # classes of torch that leave the use of parameters to others
     nn.Module,
     nn.Linear,
@@ -65,6 +66,14 @@ class Site:
             return self.module.recipe
         weight = float8_weight(self.module._parameters.get(self.parameter))
         return None if weight is None else weight.recipe
+
+    @property
+    def overridden(self) -> bool:
+        """Whether pruning, weight_norm or spectral_norm of torch.nn.utils took the parameter over
+        after convert: the module then multiplies what a hook makes of it."""
+        base, _, suffix = self.parameter.rpartition("_")
+        made = self.module.__dict__.get(base) if suffix in ("orig", "v") else None
+        return isinstance(made, Tensor) and float8_weight(made) is None
 
     def matches(self, pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in self.names)
@@ -117,6 +126,8 @@ def _other_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     found = {name: p for name, p in module._parameters.items() if p is not None}
     if isinstance(module, nn.MultiheadAttention):
         return [(name, p) for name, p in found.items() if name.endswith("proj_weight")]
+    if isinstance(module, _RECURRENT):
+        return [(name, p) for name, p in found.items() if name.startswith("weight_")]
     if type(module) in (nn.Linear, Float8Linear) or _is_torchs(module):
         return []
     if isinstance(module, nn.Linear):
@@ -175,6 +186,8 @@ def _refuse_linear(module: nn.Linear, parents: Sequence[nn.Module], by_class: bo
 def _refuse_parameter(module: nn.Module, weight: Tensor) -> str | None:
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies it in one function with everything else"
+    if isinstance(module, _RECURRENT):
+        return f"{type(module).__name__} multiplies it in one function with everything else"
     if float8_weight(weight) is not None:
         return None
     if is_parametrized(module):

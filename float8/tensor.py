@@ -334,7 +334,7 @@ def quantize(
     refuse_functorch("float8.quantize")
     if not isinstance(x, Tensor) or not isinstance(block, Sequence) or isinstance(block, str):
         raise ValueError(
-            f"quantize takes a tensor and a block with one entry per dimension, such as (1, 128); "
+            "quantize takes a tensor and a block with one entry per dimension, such as (1, 128); "
             f"got {type(x).__name__} and {block!r}"
         )
     block = tuple(block)
