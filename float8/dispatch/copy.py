@@ -48,8 +48,9 @@ def to_copy(
 
 @implements(aten.copy_.default)
 def copy_(op: Op, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    """Into FP8: the same bytes if formats and blocks agree, else requantised into dst's blocks, with
-    scales from the data ("fp32", "e8m0_rceil"), however dst's were made. Out of FP8: plain."""
+    """Into FP8: the same bytes if formats and blocks agree, else requantised into dst's blocks,
+    with scales from the data ("fp32", "e8m0_rceil"), however dst's were made. Out of FP8:
+    dequantised."""
     if not isinstance(dst, Float8TrainingTensor):
         assert isinstance(src, Float8TrainingTensor)
         return op(dst, dequantize_parts(src), non_blocking)  # type: ignore[no-any-return]
