@@ -208,18 +208,16 @@ def _check_outcome(
     """Raise ValueError if nothing is to be converted, or for options that decided nothing."""
     problems = []
     for option, value in idle:
-        if option == "experts":
-            text = "no stack of expert matrices is left for experts= to decide"
-            meant = [site for site in sites if site.kind == "experts"]
-        else:
-            assert isinstance(value, str)
+        if isinstance(value, str):
             text = f"pattern {value!r} of {option} decides nothing"
             meant = [site for site in sites if site.named_by(value)]
+        else:
+            text = "no stack of expert matrices is left for experts= to decide"
+            meant = [site for site in sites if site.kind == "experts"]
         refused = [s for s in meant if s.refusal and s.refusal == report.skipped.get(s.name)]
         if refused:
             text += f", since {refused[0].name!r} cannot multiply in FP8 ({refused[0].refusal})"
-        elif option != "experts":
-            assert isinstance(value, str)
+        elif isinstance(value, str):
             if meant:
                 text += ", since keep or an earlier pattern has decided what it matches"
             elif (holder := _holder_of_layers(model, value, sites)) is not None:

@@ -164,9 +164,7 @@ class CachedWeight(NamedTuple):
         w, w_t = _cast(weight, forward and forward.b, dgrad and dgrad.b)
         w_NK = None if forward is None else Float8TrainingTensor(*w, forward.b.block, weight.dtype)
         w_KN = None if dgrad is None else Float8TrainingTensor(*w_t, dgrad.b.block, weight.dtype)
-        return CachedWeight(
-            w_NK, w_KN, weight, weight.untyped_storage(), _made_of(weight), recipe
-        )
+        return CachedWeight(w_NK, w_KN, weight, weight.untyped_storage(), _made_of(weight), recipe)
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
         """Raise RuntimeError unless the copies are of this weight as it is now, made for this

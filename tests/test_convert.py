@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import (
@@ -302,6 +303,27 @@ def test_patterns_that_decide_nothing_are_refused() -> None:
     assert len(convert(Net(), experts=False).converted) == 4
 
 
+def test_patterns_that_hit_only_what_cannot_be_converted_are_refused() -> None:
+    model = nn.ModuleDict(
+        {"fc": nn.Linear(16, 16), "wide": nn.Linear(16, 16).double(), "lazy": nn.LazyLinear(4)}
+    )
+    model["experts"] = Experts().double()
+    recipe = {"wide": ROWWISE, "fc": ROWWISE, "[wl]*": MXFP8}
+    message = raised(lambda: convert(model, recipe, experts=MXFP8))
+    assert type(model["fc"]) is nn.Linear
+    assert_expected_inline(
+        message.split(". ")[0],
+        """convert left the model as it was: pattern 'wide' of recipe decides nothing, since 'wide' cannot multiply in FP8 (its weight is torch.float64; needed torch.bfloat16, torch.float16, torch.float32); pattern '[wl]*' of recipe decides nothing, since 'wide' cannot multiply in FP8 (its weight is torch.float64; needed torch.bfloat16, torch.float16, torch.float32); no stack of expert matrices is left for experts= to decide, since 'experts.w1' cannot multiply in FP8 (its weight is torch.float64; needed torch.bfloat16, torch.float16, torch.float32)""",  # noqa: E501
+    )
+    assert list(convert(model, recipe, experts=MXFP8, strict=False).converted) == ["fc"]
+    revert(model)
+    assert list(convert(model, {"*": ROWWISE}).converted) == ["fc"]  # it decides of one
+    revert(model)
+    for kept in ({"keep": ("wide",)}, {"recipe": {"wide": None, "fc": ROWWISE}}):
+        assert list(convert(model, **kept).converted) == ["fc"]  # type: ignore[arg-type]
+        revert(model)
+
+
 def test_nothing_to_convert_is_refused() -> None:
     assert_expected_inline(
         raised(lambda: convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}))),
@@ -490,13 +512,34 @@ def test_modules_of_torch_are_left_alone() -> None:
         nn.EmbeddingBag(32, 32),
         nn.LayerNorm((16, 16, 16)),
         nn.Bilinear(16, 16, 16),
-        nn.LSTM(16, 16),
         nn.PReLU(),
         nn.Linear(16, 16),
     )
     report = convert(model)
-    assert list(report.converted) == ["8"]
+    assert list(report.converted) == ["7"]
     assert report.skipped == {}
+
+
+def test_recurrent_layers_say_why_they_are_left_alone() -> None:
+    model = nn.ModuleDict(
+        {"lstm": nn.LSTM(16, 16, proj_size=8), "cell": nn.GRUCell(16, 16), "fc": nn.Linear(8, 8)}
+    )
+    report = convert(model)
+    assert list(report.converted) == ["fc"]
+    assert_expected_inline(
+        "\n".join(f"{name}: {reason}" for name, reason in report.skipped.items()),
+        """\
+lstm.weight_ih_l0: LSTM multiplies it in one function with everything else
+lstm.weight_hh_l0: LSTM multiplies it in one function with everything else
+lstm.weight_hr_l0: LSTM multiplies it in one function with everything else
+cell.weight_ih: GRUCell multiplies it in one function with everything else
+cell.weight_hh: GRUCell multiplies it in one function with everything else""",
+    )
+    assert {layer.name: layer.note for layer in summary(model).layers if layer.note} == {
+        **report.skipped
+    }
+    revert(model)
+    assert "LSTM multiplies it" in raised(lambda: convert(model, {"lstm.*": None, "*_hh*": MXFP8}))
 
 
 def test_nothing_changes_when_a_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,6 +575,27 @@ lm_head        48 x 32  -                 -          -      -               kept
     )
     assert summary(model).fp8 == 2
     assert summary(model).layers[1].last_run is None
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["prune", "weight_norm", "spectral_norm"])
+def test_summary_of_weights_that_were_taken_over(how: str) -> None:
+    """By class, what a hook computes multiplies in FP8; a Float8Weight under a hook does not."""
+    utils: dict[str, Callable[[nn.Module], object]] = {
+        "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        "weight_norm": nn.utils.weight_norm,
+        "spectral_norm": nn.utils.spectral_norm,
+    }
+    model = nn.Sequential(nn.Linear(32, 32), MyLinear(32, 32))
+    convert(model)
+    for layer in model:
+        utils[how](layer)
+    model(torch.randn(4, 32))
+    found = summary(model)
+    assert [layer.name for layer in found.layers if layer.recipe] == ["0"]
+    assert found.layers[0].last_run == ("torch",) * 3
+    notes = {layer.note for layer in found.layers if layer.name in ("1.weight_orig", "1.weight_v")}
+    assert notes == {"overridden: something computes another weight from it, in high precision"}
 
 
 def test_summary_without_layers() -> None:
@@ -1086,6 +1150,78 @@ this model has no Float8Linear; float8.convert(model) first
 The model has a cached weight; cached_weights does not nest, so leave the outer block first
 the weight (shape (16, 16)) or the recipe of a layer changed inside float8.cached_weights, whose FP8 copies are of the old one; leave the block before the optimiser's step, loading, .to() or a new recipe""",  # noqa: E501
     )
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    twin: nn.Module = pickle.loads(pickle.dumps(model))
+    return twin
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    twin: nn.Module = torch.load(saved, weights_only=False)
+    return twin
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    twin: nn.Module = torch.optim.swa_utils.AveragedModel(model).module
+    return twin
+
+
+def copied_layers(model: nn.Module) -> nn.Module:
+    return nn.Sequential(*(copy.copy(layer) for layer in model.children()))
+
+
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, copied_layers, through_pickle, through_a_file, averaged]
+)
+def test_a_copy_made_inside_the_block_comes_without_the_cache(
+    twin_of: Callable[[nn.Module], nn.Module],
+) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(2, 16)
+    convert(model)
+    with cached_weights(model):
+        y = model(x)
+        twin = twin_of(model)
+        assert_same_bytes(twin(x), y)
+        with cached_weights(twin):
+            assert_same_bytes(twin(x), y)
+        assert_same_bytes(model(x), y)
+        assert all("cached" in vars(layer) for layer in model)
+    assert all("cached" not in vars(layer) for layer in twin.children())
+    for p in twin.parameters():
+        p.data.mul_(2)
+    fresh = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    fresh.load_state_dict(twin.state_dict())
+    convert(fresh)
+    assert_same_bytes(twin(x), fresh(x))
+
+
+@pytest.mark.parametrize("change", ["data", "half", "there and back", "offset", "transpose"])
+def test_a_weight_whose_data_was_assigned_is_seen(change: str) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(2, 16)
+    convert(model)
+    model[0].weight.data = torch.randn(2, 16, 16)[0]
+    with cached_weights(model):
+        model(x)
+        version, weight = model[0].weight._version, model[0].weight
+        if change == "data":
+            weight.data = torch.randn(16, 16)
+        if change == "half":
+            model.half()
+            x = x.half()
+        if change == "there and back":  # the allocator may give the old address again
+            model.half().float()
+        if change == "offset":
+            weight.data = weight.data.as_strided((16, 16), (16, 1), 256)
+        if change == "transpose":
+            weight.data = weight.data.t()
+        assert model[0].weight is weight
+        assert weight._version == version
+        raised(lambda: model(x), RuntimeError)
+    model(x)
 
 
 def test_an_exception_ends_the_caching() -> None:
