@@ -412,6 +412,8 @@ def test_the_page_of_support_is_what_the_command_prints() -> None:
     assert loaded == ""
     written = (ROOT / "docs" / "support.md").read_text()
     assert page == written, "run: python -m float8 support > docs/support.md"
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| "))
+    assert table in (ROOT / "README.md").read_text(), "README.md shows the same table"
 
 
 def test_support_tells_every_architecture_and_reason() -> None:
