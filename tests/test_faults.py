@@ -314,7 +314,8 @@ def live_bytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for obj in gc.get_objects():
-        if type(obj) in (Tensor, nn.Parameter):  # of wrappers, the parts
+        # Of wrappers, the parts. Other tests may have left sparse tensors, which have no storage.
+        if type(obj) in (Tensor, nn.Parameter) and obj.layout == torch.strided:
             storages[obj.untyped_storage().data_ptr()] = obj.untyped_storage().nbytes()
     return sum(storages.values())
 
