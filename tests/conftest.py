@@ -29,6 +29,24 @@ if importlib.util.find_spec("expecttest") is None:
     sys.modules["expecttest"] = stand_in
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deterministic",
+        action="store_true",
+        help="deterministic algorithms: empty tensors are filled with NaN, so that a read of memory "
+        "that nobody wrote shows",
+    )
+
+
+@pytest.fixture(autouse=True)
+def deterministic_algorithms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What `--deterministic` asks for, around every test."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or request.config.getoption("--deterministic"))
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """Random inputs are the same in every run and in any order of the tests."""

@@ -218,9 +218,10 @@ def _launch(x: Tensor, cast: CastPlan, cast_t: CastPlan | None) -> tuple[Tensor,
     from .quantize_triton import quantize_layouts
 
     row, col = (each and each._replace(block=each.block[-2:]) for each in (cast, cast_t))
-    if x.ndim == 3:
-        return quantize_layouts(x, row, col)
-    return tuple(out.squeeze(0) for out in quantize_layouts(x.unsqueeze(0), row, col))
+    with torch.cuda.device(x.device):  # Triton launches on the current device
+        if x.ndim == 3:
+            return quantize_layouts(x, row, col)
+        return tuple(out.squeeze(0) for out in quantize_layouts(x.unsqueeze(0), row, col))
 
 
 def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
