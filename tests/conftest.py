@@ -33,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--deterministic",
         action="store_true",
-        help="deterministic algorithms: empty tensors are filled with NaN, so that a read of memory "
-        "that nobody wrote shows",
+        help="deterministic algorithms: empty tensors are filled with NaN, so that a read of "
+        "memory that nobody wrote shows",
     )
 
 
