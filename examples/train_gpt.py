@@ -46,6 +46,7 @@ from report import LAST, Log, Outputs, Record, plot, print_table, table
 from torch import nn
 
 import float8
+from float8 import testing
 from float8.devices import DeviceProfile
 
 VALIDATION_BATCHES = 8
@@ -431,12 +432,8 @@ def new_record(recipe: str, job: Job) -> Record:
 def deterministic() -> Iterator[None]:
     """Only kernels that give the same bits each time; on a GPU attention's backward is not one."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with testing.deterministic():
         yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -256,14 +256,19 @@ def _linear(
         )
     _check_fit(x, weight, bias)
     lead = x.shape[:-1]
-    tokens = 1
+    tokens = 1  # torch.Size.numel() would make a dynamic size a constant of a compiled graph
     for n in lead:
         tokens *= n
     w_NK, w_KN = (None, None) if cached is None else cached[:2]
     if torch.compiler.is_compiling():
         _keep_whole()
     y_MN = _Linear.apply(  # type: ignore[no-untyped-call]
-        x.reshape(tokens, x.shape[-1]), weight, plans, recipe.weight_for_dgrad == "save", w_NK, w_KN
+        x.reshape(tokens, x.shape[-1]),
+        weight,
+        plans,
+        recipe.weight_for_dgrad == "save",
+        w_NK,
+        w_KN,
     )
     y: Tensor = y_MN.reshape(*lead, weight.shape[0])
     return y if bias is None else (y + bias).to(y.dtype)

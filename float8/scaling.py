@@ -79,6 +79,16 @@ def scale_dtype(mode: str) -> torch.dtype:
     return E8M0.dtype if mode.startswith("e8m0") else torch.float32
 
 
+def mode_like(scale: Tensor) -> str:
+    """The mode of a cast that is to match a scale tensor: scales of its kind, none saturates."""
+    return "e8m0_rceil" if scale.dtype == E8M0.dtype else "fp32"
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """FP8 and E8M0 as uint8, for ops that not every torch, and no Triton, has for them."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 def num_blocks(length: int, block: int) -> int:
     """How many blocks of size ``block`` cover ``length`` elements; FULL is always one."""
     return 1 if block == FULL else (length + block - 1) // block

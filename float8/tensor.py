@@ -17,6 +17,7 @@ from .formats import E8M0, FORMATS, Float8Format, format_of
 from .kernels.quantize import HIGH_PRECISION as HIGH_PRECISION  # and registers the ops
 from .scaling import (
     Block,
+    as_bytes,
     block_amax,
     block_name,
     broadcast_scale,
@@ -162,9 +163,9 @@ class Float8TrainingTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # As bytes: plain pickle cannot write FP8 storages (torch 2.11 to 2.14).
-        scale = self.scale.view(torch.uint8) if self.scale.dtype == E8M0.dtype else self.scale
-        parts = self.qdata.view(torch.uint8), scale, self.format.name, self.block, self.orig_dtype
-        return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        parts = as_bytes(self.qdata), as_bytes(self.scale)
+        meta = self.format.name, self.block, self.orig_dtype
+        return _rebuild, (*parts, *meta, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import E8M0
-from ..scaling import FULL
+from ..scaling import FULL, mode_like
 from ..tensor import HIGH_PRECISION, Float8TrainingTensor, dequantize_parts
 from .shape import refuse, shares_memory
 from .table import Op, implements
@@ -66,9 +65,10 @@ def copy_(op: Op, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tenso
             op(dst.scale, src.scale, non_blocking)
             return dst
         src = dequantize_parts(src)
-    mode = "e8m0_rceil" if dst.scale.dtype == E8M0.dtype else "fp32"
     values = src.to(dst.device).to(dst.orig_dtype).expand(dst.shape)
-    data, scale = torch.ops.float8.quantize(values, dst.block, dst.qdata.dtype, mode)
+    data, scale = torch.ops.float8.quantize(
+        values, dst.block, dst.qdata.dtype, mode_like(dst.scale)
+    )
     op(dst.qdata, data)
     op(dst.scale, scale)
     return dst

@@ -6,13 +6,14 @@ Shape letters: M rows of a, N columns of b, K the contraction, B a batch.
 from __future__ import annotations
 
 import warnings
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ..formats import E8M0, FORMATS
+from ..formats import FORMATS
 from ..kernels.matmul import Operand, contraction_error, select
-from ..scaling import FULL, Block, block_name
+from ..scaling import FULL, Block, block_name, mode_like
 from ..tensor import Float8TrainingTensor, dequantize_parts
 from .table import Op, implements
 
@@ -95,7 +96,7 @@ def dot(op: Op, a: Tensor, b: Tensor) -> Tensor:
 _CAST = "bring them to one dtype with .to()"
 
 
-def _misfit(op: Op, a: Tensor, b: Tensor, needed: str) -> None:
+def _misfit(op: Op, a: Tensor, b: Tensor, needed: str) -> NoReturn:
     shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
     raise ValueError(f"{op}: shapes {shapes} do not multiply; needed {needed}")
 
@@ -137,7 +138,6 @@ def _both_fp8(
     block: Block = (1,) * (a.ndim - 2) + ((inner, row) if a_fp8 else (row, inner))
     # e4m3 of the same flavour, with scales of the same kind.
     fmt = next(f for f in FORMATS if f.kind == "e4m3" and f.flavour == given.format.flavour)
-    mode = "e8m0_rceil" if given.scale.dtype == E8M0.dtype else "fp32"
-    data, scale = torch.ops.float8.quantize(other, block, fmt.dtype, mode)
+    data, scale = torch.ops.float8.quantize(other, block, fmt.dtype, mode_like(given.scale))
     match = given.replace(qdata=data, scale=scale, block=block)
     return (given, match) if a_fp8 else (match, given)

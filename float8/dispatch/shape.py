@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..scaling import FULL, Block, block_name, num_blocks, scale_shape
+from ..scaling import FULL, Block, as_bytes, block_name, num_blocks, scale_shape
 from ..tensor import Float8TrainingTensor
 from .table import Op, implements
 
@@ -27,11 +27,6 @@ def refuse(op: Op, x: Float8TrainingTensor, why: str) -> NoReturn:
         f"{block_name(x.block)}: {why}. Call .dequantize() first, or give the op another handler "
         "with float8.implements."
     )
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """FP8 and E8M0 as uint8, for ops that not every torch has for them on a GPU."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
@@ -217,7 +212,7 @@ def cat(op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Float8TrainingTensor
     if len(parts) < len(tensors) or len(kinds) > 1:
         why = "its parts differ in format, block, scale dtype or orig_dtype"
         refuse(op, first, f"{why}, or one is high precision")
-    qdata = op([_as_bytes(t.qdata) for t in parts], dim).view(first.qdata.dtype)  # checks dim
+    qdata = op([as_bytes(t.qdata) for t in parts], dim).view(first.qdata.dtype)  # checks dim
     b = first.block[dim]
     if b == FULL or b >= qdata.shape[dim]:  # one block
         if all(_same_memory(t.scale, first.scale) for t in parts):
@@ -226,7 +221,7 @@ def cat(op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Float8TrainingTensor
             refuse(op, first, f"dimension {dim} is one block, but its parts do not share one scale")
     if any(t.shape[dim] % b != 0 for t in parts[:-1]):
         refuse(op, first, f"a part before the last is no multiple of {b} along dimension {dim}")
-    scale = op([_as_bytes(t.scale) for t in parts], dim).view(first.scale.dtype)
+    scale = op([as_bytes(t.scale) for t in parts], dim).view(first.scale.dtype)
     return first.replace(qdata=qdata, scale=scale)
 
 
@@ -274,10 +269,10 @@ def index_select(op: Op, x: Float8TrainingTensor, dim: int, index: Tensor) -> Fl
     b = x.block[dim]
     if b not in (1, FULL):
         refuse(op, x, f"picked rows of dimension {dim} would leave their blocks of {b}")
-    qdata = op(_as_bytes(x.qdata), dim, index).view(x.qdata.dtype)
+    qdata = op(as_bytes(x.qdata), dim, index).view(x.qdata.dtype)
     if b == FULL:
         return x.replace(qdata=qdata, scale=x.scale.clone())
-    scale = op(_as_bytes(x.scale), dim, index).view(x.scale.dtype)
+    scale = op(as_bytes(x.scale), dim, index).view(x.scale.dtype)
     return x.replace(qdata=qdata, scale=scale)
 
 

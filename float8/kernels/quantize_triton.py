@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import E8M0, Float8Format, format_of
-from ..scaling import FULL, Block, scale_dtype, scale_layout, scale_shape
+from ..formats import Float8Format, format_of
+from ..scaling import FULL, Block, as_bytes, scale_dtype, scale_layout, scale_shape
 from .quantize import CastPlan
 
 _INF = tl.constexpr(0x7F800000)
@@ -514,10 +514,6 @@ def _target(x: Tensor, layout: CastPlan) -> Target:
 _cached_target = functools.cache(Target.of)  # a dozen values at most
 
 
-def _as_bytes(scale: Tensor) -> Tensor:
-    return scale.view(torch.uint8) if scale.dtype == E8M0.dtype else scale
-
-
 def _rows(x: Tensor, layout: CastPlan, out: Parts, columns: bool) -> Tensor | None:
     """Write the row layout; the columns' amax bits [E, K] too, if asked for."""
     e, m, k = x.shape
@@ -528,7 +524,7 @@ def _rows(x: Tensor, layout: CastPlan, out: Parts, columns: bool) -> Tensor | No
     programs = max(1, min(m, _multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4) // e))
     partial = x.new_empty((e, programs, k), dtype=torch.int32) if columns else None
     row_kernel[(programs, e)](
-        x, out[0], _as_bytes(out[1]), partial, m, k, x.stride(0), x.stride(1),
+        x, out[0], as_bytes(out[1]), partial, m, k, x.stride(0), x.stride(1),
         T=_target(x, layout), COLUMNS=columns, KP=padded,
         STAGES=4 if wide else 3, num_warps=8 if wide else 4,
     )  # fmt: skip
@@ -585,7 +581,7 @@ def _tiles(
 
 
 def _pointers(out: Parts | None) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    return (None, None, (0, 0, 0)) if out is None else (out[0], _as_bytes(out[1]), out[1].stride())
+    return (None, None, (0, 0, 0)) if out is None else (out[0], as_bytes(out[1]), out[1].stride())
 
 
 def _tile(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int, int]:
