@@ -917,7 +917,8 @@ OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    # One by one: foreach, which torch picks for plain parameters on a GPU, rounds otherwise.
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
 }

@@ -248,12 +248,12 @@ def _scaled_mm_cublas(
         out = ((acc * scale_a) * scale_b_NK.t()).to(out_dtype)
     else:
         swizzle = F.SwizzleType.SWIZZLE_32_4_4 if mode == "mx" else F.SwizzleType.NO_SWIZZLE
-        # The block modes write bf16 or fp32.
+        # The block modes write bf16 or fp32, and add up in float32 only.
         native = torch.float32 if blocked and out_dtype == torch.float16 else out_dtype
         out = F.scaled_mm(
             a_MK, b_NK.t(), scale_a, recipe_a, scale_b_NK if blocked else scale_b_NK.t(), recipe_b,
             swizzle_a=swizzle, swizzle_b=swizzle,
-            output_dtype=native, use_fast_accum=fast_accum,
+            output_dtype=native, use_fast_accum=fast_accum and not blocked,
         ).to(out_dtype)  # fmt: skip
     return out[:m, :n].contiguous()
 
@@ -280,7 +280,7 @@ def _native_scale(
     for its mode."""
     rows, k = x_RK.shape
     if mode == "tensorwise":
-        return F.ScalingType.TensorWise, decode_scale(scale_RK).reshape(())
+        return F.ScalingType.TensorWise, _packed(decode_scale(scale_RK)).reshape(())
     if mode == "mx":
         return F.ScalingType.BlockWise1x32, swizzle_mx_scale(
             _pad_scale(scale_RK, rows, num_blocks(k, 32))
