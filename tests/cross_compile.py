@@ -88,13 +88,13 @@ def main(targets: list[str]) -> None:
         launches.append((self, args, kwargs))
 
     JITFunction.run = record
-    quantize_triton._multiprocessors = lambda x: 132
+    quantize_triton.multiprocessors = lambda x: 132
     x = torch.empty(1, 512, 4096, dtype=torch.bfloat16, device="meta")
     for name in targets:
         profile = describe(name)
         nvidia = profile.vendor == "nvidia"
         fmt = E4M3FNUZ if profile.flavour == "fnuz" else E4M3FN
-        quantize_triton._target = lambda x, layout, nvidia=nvidia: quantize_triton.Target.of(
+        quantize_triton.target = lambda x, layout, nvidia=nvidia: quantize_triton.Target.of(
             format_of(layout.dtype), layout.scale_mode, nvidia
         )
         target = (

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -74,7 +75,7 @@ class Target:
 
 
 @triton.jit
-def _magnitude(v, T: tl.constexpr):
+def to_magnitude(v, T: tl.constexpr):
     """What maxima are taken of, so that a NaN survives: |v| where the hardware's maximum can
     propagate NaN, else its bits."""
     if T.PTX != "":
@@ -85,7 +86,7 @@ def _magnitude(v, T: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     if a.dtype.is_floating():
         m = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -94,10 +95,10 @@ def _larger(a, b):
 
 
 @triton.jit
-def _amax(m, axis: tl.constexpr):
+def amax_bits(m, axis: tl.constexpr):
     """amax bits of magnitudes, along one axis or over all."""
     if m.dtype.is_floating():
-        bits = tl.reduce(m, axis, _larger).to(tl.int32, bitcast=True)
+        bits = tl.reduce(m, axis, larger).to(tl.int32, bitcast=True)
     else:
         bits = tl.max(m, axis)
     return bits
@@ -138,7 +139,7 @@ def _decode_e8m0(code):
 
 
 @triton.jit
-def _scale(bits, T: tl.constexpr):
+def to_scale(bits, T: tl.constexpr):
     """(scale, inverse, live) of amax bits: ``scaling.scale_from_amax``; live is -1 where the block
     has data, 0 where its bytes are zero by rule."""
     finite = bits < _INF
@@ -168,7 +169,7 @@ def _scale(bits, T: tl.constexpr):
 
 
 @triton.jit
-def _store_scale(pointer, scale, mask):
+def store_scale(pointer, scale, mask):
     if pointer.dtype.element_ty == tl.uint8:  # E8M0: the exponent field, 255 for NaN
         tl.store(pointer, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
     else:
@@ -176,7 +177,7 @@ def _store_scale(pointer, scale, mask):
 
 
 @triton.jit
-def _convert(v, T: tl.constexpr):
+def convert(v, T: tl.constexpr):
     """float32 to FP8, saturating."""
     if T.PTX != "":
         q = tl.inline_asm_elementwise(T.PTX, "=r,f,f,f,f", [v], dtype=T.FP8, is_pure=True, pack=4)
@@ -186,10 +187,10 @@ def _convert(v, T: tl.constexpr):
 
 
 @triton.jit
-def _store_row(out, v, live, inside, T: tl.constexpr):
+def store_row(out, v, live, inside, T: tl.constexpr):
     """Store FP8 of v, +0 where not live. Zeros are written over, by the same threads, since dead
     blocks are rare: a predicated store per vector costs less than a selection per element."""
-    tl.store(out, _convert(v, T), mask=inside, eviction_policy="evict_first")
+    tl.store(out, convert(v, T), mask=inside, eviction_policy="evict_first")
     dead = tl.broadcast_to(tl.cast(live, tl.int32) == 0, v.shape)
     if inside is not None:
         dead = dead & inside
@@ -202,7 +203,7 @@ def _store_row(out, v, live, inside, T: tl.constexpr):
 
 
 @triton.jit
-def _pack(a, b, c, d, live, T: tl.constexpr):
+def pack(a, b, c, d, live, T: tl.constexpr):
     """Four float32 to four FP8 bytes in one int32, a lowest; 0 where not live."""
     if T.PTX != "":
         word = tl.inline_asm_elementwise(
@@ -215,7 +216,7 @@ def _pack(a, b, c, d, live, T: tl.constexpr):
 
 @triton.jit
 def _byte(v, T: tl.constexpr):
-    return _convert(v, T).to(tl.uint8, bitcast=True).to(tl.int32)
+    return convert(v, T).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 @triton.jit
@@ -226,85 +227,67 @@ def _row_tile(
     """Quantise every fourth row of a tile in row layout: v [BI, BN] to out; scale points at (row,
     block 0)."""
     if KIND == "block" and BLOCK == BN:
-        s, inverse, live = _scale(_amax(_magnitude(v, T), 1), T)
-        _store_scale(scale + pn.to(tl.int64) * stride_sk, s, scale_mask)
+        s, inverse, live = to_scale(amax_bits(to_magnitude(v, T), 1), T)
+        store_scale(scale + pn.to(tl.int64) * stride_sk, s, scale_mask)
         inverse, live = inverse[:, None], live[:, None]
     elif KIND == "block":
         groups: tl.constexpr = BN // BLOCK
-        s, inverse, live = _scale(_amax(tl.reshape(_magnitude(v, T), [BI, groups, BLOCK]), 2), T)
+        s, inverse, live = to_scale(
+            amax_bits(tl.reshape(to_magnitude(v, T), [BI, groups, BLOCK]), 2), T
+        )
         block = pn * groups + tl.arange(0, groups)
-        _store_scale(scale[:, None] + block[None, :].to(tl.int64) * stride_sk, s, scale_mask)
+        store_scale(scale[:, None] + block[None, :].to(tl.int64) * stride_sk, s, scale_mask)
         # The compiler does not see that a group's mask is one for a whole vector: select here, not
         # in the store.
         v = tl.reshape(v, [BI, groups, BLOCK])
         v = tl.reshape(tl.where(live[:, :, None] != 0, v * inverse[:, :, None], 0.0), [BI, BN])
         inverse, live = 1.0, -1
     else:
-        s, inverse, live = _scale(amax, T)
+        s, inverse, live = to_scale(amax, T)
         if KIND == "vector":
-            _store_scale(scale, s, scale_mask)
+            store_scale(scale, s, scale_mask)
             inverse, live = inverse[:, None], live[:, None]
-    _store_row(out, v * inverse, live, inside, T)
+    store_row(out, v * inverse, live, inside, T)
 
 
 @triton.jit
-def tile_kernel(
-    x, row, row_scale, row_amax, col, col_scale, col_amax, M, K, stride_e, stride_m, stride_k,
+def store_tile(
+    v0, v1, v2, v3, m0, m1, m2, m3, r, c, pm, pn, e,
+    row, row_scale, row_amax, col, col_scale, col_amax, M, K,
     row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
     ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, BN] of x in one or both layouts. WORDS: M is a multiple of 4, so the col layout
-    is written in int32."""
-    pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Quantise tile (pm, pn) of expert e, rows r, r + 1, r + 2 and r + 3 by columns c, and store it
+    in one or both layouts. WORDS: M is a multiple of 4, so the col layout is written in int32."""
     BI: tl.constexpr = BM // 4
     i = tl.arange(0, BI)
-    r = pm * BM + 4 * i
-    c = pn * BN + tl.arange(0, BN)
     rows, columns = r.to(tl.int64), c.to(tl.int64)
-    source = x + e * stride_e + rows[:, None] * stride_m + columns[None, :] * stride_k
-    next_row = tl.cast(stride_m, tl.int64)  # a stride below 2^31 arrives in 32 bits
-    if EVEN:
-        m0, m1, m2, m3 = None, None, None, None
-        v0 = tl.load(source, eviction_policy="evict_first").to(tl.float32)
-        v1 = tl.load(source + next_row, eviction_policy="evict_first").to(tl.float32)
-        v2 = tl.load(source + 2 * next_row, eviction_policy="evict_first").to(tl.float32)
-        v3 = tl.load(source + 3 * next_row, eviction_policy="evict_first").to(tl.float32)
-    else:
-        inside = c[None, :] < K
-        m0 = (r[:, None] < M) & inside
-        m1 = (r[:, None] + 1 < M) & inside
-        m2 = (r[:, None] + 2 < M) & inside
-        m3 = (r[:, None] + 3 < M) & inside
-        v0 = tl.load(source, mask=m0, other=0.0).to(tl.float32)
-        v1 = tl.load(source + next_row, mask=m1, other=0.0).to(tl.float32)
-        v2 = tl.load(source + 2 * next_row, mask=m2, other=0.0).to(tl.float32)
-        v3 = tl.load(source + 3 * next_row, mask=m3, other=0.0).to(tl.float32)
     if COL == "block" or COL == "square" or ROW == "square":
         T: tl.constexpr = ROW_T if COL == "none" else COL_T
-        highest = _larger(
-            _larger(_magnitude(v0, T), _magnitude(v1, T)),
-            _larger(_magnitude(v2, T), _magnitude(v3, T)),
+        highest = larger(
+            larger(to_magnitude(v0, T), to_magnitude(v1, T)),
+            larger(to_magnitude(v2, T), to_magnitude(v3, T)),
         )
     if COL == "square" or ROW == "square":
-        tile_amax = tl.max(_amax(highest, 1), 0)
+        tile_amax = tl.max(amax_bits(highest, 1), 0)
 
     if COL != "none":
         col_base = e * K * M
         scale_at = col_scale + e * col_scale_e + columns * col_scale_m
         if COL == "block" and COL_BLOCK == BM:
-            s, inverse, live = _scale(_amax(highest, 0), COL_T)
-            _store_scale(scale_at + pm.to(tl.int64) * col_scale_k, s, c < K)
+            s, inverse, live = to_scale(amax_bits(highest, 0), COL_T)
+            store_scale(scale_at + pm.to(tl.int64) * col_scale_k, s, c < K)
             inverse, live = inverse[None, :], live[None, :]
         elif COL == "block":
             groups: tl.constexpr = BM // COL_BLOCK
-            s, inverse, live = _scale(
-                _amax(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1), COL_T
+            s, inverse, live = to_scale(
+                amax_bits(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1), COL_T
             )
             block = pm * groups + tl.arange(0, groups)
             scale_inside = (block[:, None] * COL_BLOCK < M) & (c[None, :] < K)
-            _store_scale(
+            store_scale(
                 scale_at[None, :] + block[:, None].to(tl.int64) * col_scale_k, s, scale_inside
             )
             inverse = tl.reshape(
@@ -314,23 +297,23 @@ def tile_kernel(
                 tl.broadcast_to(live[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN]
             )
         elif COL == "vector":
-            s, inverse, live = _scale(tl.load(col_amax + e * K + c, mask=c < K, other=0), COL_T)
+            s, inverse, live = to_scale(tl.load(col_amax + e * K + c, mask=c < K, other=0), COL_T)
             if pm == 0:
-                _store_scale(scale_at, s, c < K)
+                store_scale(scale_at, s, c < K)
             inverse, live = inverse[None, :], live[None, :]
         else:
-            s, inverse, live = _scale(
+            s, inverse, live = to_scale(
                 tl.load(col_amax + e) if COL == "tensor" else tile_amax, COL_T
             )
             if COL == "square":
-                _store_scale(
+                store_scale(
                     col_scale + e * col_scale_e + pn * col_scale_m + pm * col_scale_k, s, None
                 )
             elif (pm == 0) & (pn == 0):
-                _store_scale(col_scale + e, s, None)
+                store_scale(col_scale + e, s, None)
         t0, t1, t2, t3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
         if WORDS:
-            words = tl.trans(_pack(t0, t1, t2, t3, live, COL_T))
+            words = tl.trans(pack(t0, t1, t2, t3, live, COL_T))
             out = col + col_base // 4 + columns[:, None] * (M // 4) + (pm * BI + i)[None, :]
             inside = None if EVEN else (c[:, None] < K) & (r[None, :] < M)
             tl.store(out, words, mask=inside, eviction_policy="evict_first")
@@ -371,13 +354,13 @@ def tile_kernel(
         else:
             if ROW == "tensor":
                 a0 = tl.load(row_amax + e)
-                s, _, _ = _scale(a0, ROW_T)
+                s, _, _ = to_scale(a0, ROW_T)
                 if (pm == 0) & (pn == 0):
-                    _store_scale(row_scale + e, s, None)
+                    store_scale(row_scale + e, s, None)
             else:
                 a0 = tile_amax
-                s, _, _ = _scale(a0, ROW_T)
-                _store_scale(
+                s, _, _ = to_scale(a0, ROW_T)
+                store_scale(
                     row_scale + e * row_scale_e + pm * row_scale_m + pn * row_scale_k, s, None
                 )
             a1, a2, a3 = a0, a0, a0
@@ -390,6 +373,61 @@ def tile_kernel(
 
 
 @triton.jit
+def load_four(source, next_row, m0, m1, m2, m3):
+    """Rows 4i, 4i + 1, 4i + 2 and 4i + 3 of a tile as float32; masks None where all is inside."""
+    if m0 is None:
+        v0 = tl.load(source, eviction_policy="evict_first")
+        v1 = tl.load(source + next_row, eviction_policy="evict_first")
+        v2 = tl.load(source + 2 * next_row, eviction_policy="evict_first")
+        v3 = tl.load(source + 3 * next_row, eviction_policy="evict_first")
+    else:
+        v0 = tl.load(source, mask=m0, other=0.0)
+        v1 = tl.load(source + next_row, mask=m1, other=0.0)
+        v2 = tl.load(source + 2 * next_row, mask=m2, other=0.0)
+        v3 = tl.load(source + 3 * next_row, mask=m3, other=0.0)
+    return v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+
+
+@triton.jit
+def tile_masks(r, c, M, K, EVEN: tl.constexpr):
+    """Which elements of rows r, r + 1, r + 2 and r + 3 lie in [M, K]; None where all do."""
+    if EVEN:
+        m0, m1, m2, m3 = None, None, None, None
+    else:
+        inside = c[None, :] < K
+        m0 = (r[:, None] < M) & inside
+        m1 = (r[:, None] + 1 < M) & inside
+        m2 = (r[:, None] + 2 < M) & inside
+        m3 = (r[:, None] + 3 < M) & inside
+    return m0, m1, m2, m3
+
+
+@triton.jit
+def tile_kernel(
+    x, row, row_scale, row_amax, col, col_scale, col_amax, M, K, stride_e, stride_m, stride_k,
+    row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
+    ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
+    ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile [BM, BN] of x in one or both layouts."""
+    pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    r = pm * BM + 4 * tl.arange(0, BM // 4)
+    c = pn * BN + tl.arange(0, BN)
+    m0, m1, m2, m3 = tile_masks(r, c, M, K, EVEN)
+    source = x + e * stride_e + r.to(tl.int64)[:, None] * stride_m
+    source += c.to(tl.int64)[None, :] * stride_k
+    next_row = tl.cast(stride_m, tl.int64)  # a stride below 2^31 arrives in 32 bits
+    v0, v1, v2, v3 = load_four(source, next_row, m0, m1, m2, m3)
+    store_tile(
+        v0, v1, v2, v3, m0, m1, m2, m3, r, c, pm, pn, e,
+        row, row_scale, row_amax, col, col_scale, col_amax, M, K,
+        row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
+        ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, WORDS, EVEN, BM, BN,
+    )  # fmt: skip
+
+
+@triton.jit
 def row_kernel(
     x, row, row_scale, partial, M, K, stride_e, stride_m,
     T: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr,
@@ -399,7 +437,7 @@ def row_kernel(
     pid, G, e = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, KP)
     inside = c < K
-    columns = _magnitude(tl.zeros([KP], tl.float32), T)
+    columns = to_magnitude(tl.zeros([KP], tl.float32), T)
     for r in tl.range(pid, M, G, num_stages=STAGES):
         at = tl.cast(r, tl.int64)
         v = tl.load(
@@ -408,12 +446,12 @@ def row_kernel(
             other=0.0,
             eviction_policy="evict_last",
         ).to(tl.float32)
-        magnitude = _magnitude(v, T)
+        magnitude = to_magnitude(v, T)
         if COLUMNS:
-            columns = _larger(columns, magnitude)
-        scale, inverse, live = _scale(_amax(magnitude, 0), T)
-        _store_scale(row_scale + e * M + at, scale, None)
-        _store_row(row + (e * M + at) * K + c, v * inverse, live, inside, T)
+            columns = larger(columns, magnitude)
+        scale, inverse, live = to_scale(amax_bits(magnitude, 0), T)
+        store_scale(row_scale + e * M + at, scale, None)
+        store_row(row + (e * M + at) * K + c, v * inverse, live, inside, T)
     if COLUMNS:
         tl.store(partial + (e * G + pid) * K + c, columns.to(tl.int32, bitcast=True), mask=inside)
 
@@ -439,7 +477,7 @@ def amax_kernel(
     starts as zeros. A program reads STEPS tiles [BM, BN]: down the rows, but for "row" along
     them."""
     pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    seen = _magnitude(tl.zeros([BM, BN], tl.float32), T)
+    seen = to_magnitude(tl.zeros([BM, BN], tl.float32), T)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         r = (pm if PER == "row" else pm * STEPS + step) * BM + tl.arange(0, BM)
         c = (pn * STEPS + step if PER == "row" else pn) * BN + tl.arange(0, BN)
@@ -450,15 +488,15 @@ def amax_kernel(
             + r[:, None].to(tl.int64) * stride_m
             + c[None, :].to(tl.int64) * stride_k
         )
-        seen = _larger(seen, _magnitude(tl.load(at, mask=mask, other=0.0).to(tl.float32), T))
+        seen = larger(seen, to_magnitude(tl.load(at, mask=mask, other=0.0).to(tl.float32), T))
     if PER == "tensor":
-        tl.atomic_max(amax + e, tl.max(_amax(seen, 1), 0), sem="relaxed")
+        tl.atomic_max(amax + e, tl.max(amax_bits(seen, 1), 0), sem="relaxed")
     elif PER == "column":
         c = pn * BN + tl.arange(0, BN)
-        tl.atomic_max(amax + e * K + c, _amax(seen, 0), mask=c < K, sem="relaxed")
+        tl.atomic_max(amax + e * K + c, amax_bits(seen, 0), mask=c < K, sem="relaxed")
     else:
         r = pm * BM + tl.arange(0, BM)
-        tl.atomic_max(amax + e * M + r, _amax(seen, 1), mask=r < M, sem="relaxed")
+        tl.atomic_max(amax + e * M + r, amax_bits(seen, 1), mask=r < M, sem="relaxed")
 
 
 def kind(layout: CastPlan) -> str:
@@ -481,8 +519,8 @@ def quantize_layouts(x: Tensor, row: CastPlan | None, col: CastPlan | None) -> t
         # A transposed view: its col layout is the row layout of what it is a view of.
         out = quantize_layouts(x.transpose(1, 2), col, row)
         return out if row is None or col is None else (*out[2:], *out[:2])
-    row_out = None if row is None else _allocate(x, row)
-    col_out = None if col is None else _allocate(x.transpose(1, 2), col)
+    row_out = None if row is None else allocate(x, row)
+    col_out = None if col is None else allocate(x.transpose(1, 2), col)
     row_amax = col_amax = None
     left = row
     if row is not None and row_out is not None and kind(row) == "vector":
@@ -499,13 +537,13 @@ def quantize_layouts(x: Tensor, row: CastPlan | None, col: CastPlan | None) -> t
     return (*(row_out or ()), *(col_out or ()))
 
 
-def _allocate(x: Tensor, layout: CastPlan) -> Parts:
+def allocate(x: Tensor, layout: CastPlan) -> Parts:
     block: Block = (1, *layout.block)
     scale = x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(layout.scale_mode))
     return x.new_empty(x.shape, dtype=layout.dtype), scale_layout(scale, block)
 
 
-def _target(x: Tensor, layout: CastPlan) -> Target:
+def target(x: Tensor, layout: CastPlan) -> Target:
     return _cached_target(
         format_of(layout.dtype), layout.scale_mode, x.is_cuda and torch.version.hip is None
     )
@@ -521,16 +559,20 @@ def _rows(x: Tensor, layout: CastPlan, out: Parts, columns: bool) -> Tensor | No
     # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up to
     # 4096 columns, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
     wide = padded > 4096
-    programs = max(1, min(m, _multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4) // e))
+    programs = max(1, min(m, multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4) // e))
     partial = x.new_empty((e, programs, k), dtype=torch.int32) if columns else None
     row_kernel[(programs, e)](
         x, out[0], as_bytes(out[1]), partial, m, k, x.stride(0), x.stride(1),
-        T=_target(x, layout), COLUMNS=columns, KP=padded,
+        T=target(x, layout), COLUMNS=columns, KP=padded,
         STAGES=4 if wide else 3, num_warps=8 if wide else 4,
     )  # fmt: skip
-    if partial is None:
-        return None
-    amax, width = x.new_empty((e, k), dtype=torch.int32), 32
+    return None if partial is None else reduce_columns(partial)
+
+
+def reduce_columns(partial: Tensor) -> Tensor:
+    """amax bits [E, K] of the programs' partial ones [E, G, K]."""
+    e, programs, k = partial.shape
+    amax, width = partial.new_empty((e, k)), 32
     column_kernel[(triton.cdiv(k, width), e)](
         partial, amax, programs, k, GP=triton.next_power_of_2(programs), BN=width, num_warps=4
     )
@@ -546,7 +588,7 @@ def _measure(x: Tensor, layout: CastPlan, per: str) -> Tensor:
     if m > 65535 * bm * down:  # the grid's limit; triton_refusal stops at 128 rows a program
         bm, bn = 128, 16
     amax_kernel[(triton.cdiv(k, bn * along), triton.cdiv(m, bm * down), e)](
-        x, amax, m, k, *x.stride(), T=_target(x, layout),
+        x, amax, m, k, *x.stride(), T=target(x, layout),
         PER=per, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4, num_warps=4,
     )  # fmt: skip
     return amax
@@ -562,36 +604,66 @@ def _tiles(
     col_amax: Tensor | None,
 ) -> None:
     e, m, k = x.shape
+    args, options = tile_arguments(x, row, row_out, row_amax, col, col_out, col_amax)
+    grid = (triton.cdiv(k, options["BN"]), triton.cdiv(m, options["BM"]), e)
+    tile_kernel[grid](x, *args[:6], m, k, *x.stride(), *args[6:], **options)
+
+
+def tile_arguments(
+    x: Tensor,
+    row: CastPlan | None,
+    row_out: Parts | None,
+    row_amax: Tensor | None,
+    col: CastPlan | None,
+    col_out: Parts | None,
+    col_amax: Tensor | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``store_tile`` takes of two layouts of a matrix of x's shape: six pointers and six
+    strides, and the constexprs."""
+    _, m, k = x.shape
     words = m % 4 == 0
-    row_data, row_scale, row_strides = _pointers(None if row is None else row_out)
-    col_data, col_scale, col_strides = _pointers(col_out)
+    row_data, row_scale, row_strides = pointers(None if row is None else row_out)
+    col_data, col_scale, col_strides = pointers(col_out)
     if col_data is not None:
         col_data = col_data.view(torch.int32 if words else torch.uint8)
-    bm, bn, warps = _tile(row, col)
-    tile_kernel[(triton.cdiv(k, bn), triton.cdiv(m, bm), e)](
-        x, row_data, row_scale, row_amax, col_data, col_scale, col_amax, m, k, *x.stride(),
-        *row_strides, *col_strides,
-        ROW="none" if row is None else kind(row), COL="none" if col is None else kind(col),
-        ROW_BLOCK=bn if row is None or row.block[1] == FULL else row.block[1],
-        COL_BLOCK=bm if col is None or col.block[1] == FULL else col.block[1],
-        ROW_T=None if row is None else _target(x, row),
-        COL_T=None if col is None else _target(x, col),
-        WORDS=words, EVEN=m % bm == 0 and k % bn == 0, BM=bm, BN=bn, num_warps=warps,
-    )  # fmt: skip
+    bm, bn, warps = tile_shape(row, col)
+    args = (
+        row_data,
+        row_scale,
+        row_amax,
+        col_data,
+        col_scale,
+        col_amax,
+        *row_strides,
+        *col_strides,
+    )
+    return args, {
+        "ROW": "none" if row is None else kind(row),
+        "COL": "none" if col is None else kind(col),
+        "ROW_BLOCK": bn if row is None or row.block[1] == FULL else row.block[1],
+        "COL_BLOCK": bm if col is None or col.block[1] == FULL else col.block[1],
+        "ROW_T": None if row is None else target(x, row),
+        "COL_T": None if col is None else target(x, col),
+        "WORDS": words,
+        "EVEN": m % bm == 0 and k % bn == 0,
+        "BM": bm,
+        "BN": bn,
+        "num_warps": warps,
+    }
 
 
-def _pointers(out: Parts | None) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+def pointers(out: Parts | None) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
     return (None, None, (0, 0, 0)) if out is None else (out[0], as_bytes(out[1]), out[1].stride())
 
 
-def _tile(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int, int]:
+def tile_shape(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps: a tile is at least one block of every layout."""
     blocks = {layout.block[1] for layout in (row, col) if layout is not None}
     # The fastest of seven shapes by four or eight warps on an H200.
     return (128, 64, 4) if 32 in blocks and 128 not in blocks else (128, 128, 4)
 
 
-def _multiprocessors(x: Tensor) -> int:
+def multiprocessors(x: Tensor) -> int:
     return _multiprocessor_count(x.device.index) if x.is_cuda else 2
 
 
