@@ -235,8 +235,8 @@ def _row_tile(
         s, inverse, live = to_scale(
             amax_bits(tl.reshape(to_magnitude(v, T), [BI, groups, BLOCK]), 2), T
         )
-        block = pn * groups + tl.arange(0, groups)
-        store_scale(scale[:, None] + block[None, :].to(tl.int64) * stride_sk, s, scale_mask)
+        scale += (pn * groups).to(tl.int64) * stride_sk
+        store_scale(scale[:, None] + tl.arange(0, groups)[None, :] * stride_sk, s, scale_mask)
         # The compiler does not see that a group's mask is one for a whole vector: select here, not
         # in the store.
         v = tl.reshape(v, [BI, groups, BLOCK])
@@ -252,7 +252,7 @@ def _row_tile(
 
 @triton.jit
 def store_tile(
-    v0, v1, v2, v3, m0, m1, m2, m3, r, c, pm, pn, e,
+    v0, v1, v2, v3, r, c, pm, pn, e,
     row, row_scale, row_amax, col, col_scale, col_amax, M, K,
     row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
@@ -262,8 +262,17 @@ def store_tile(
     """Quantise tile (pm, pn) of expert e, rows r, r + 1, r + 2 and r + 3 by columns c, and store it
     in one or both layouts. WORDS: M is a multiple of 4, so the col layout is written in int32."""
     BI: tl.constexpr = BM // 4
-    i = tl.arange(0, BI)
-    rows, columns = r.to(tl.int64), c.to(tl.int64)
+    # A tile's corner is addressed in 64 bits; inside it 32 suffice, as rows are shorter than 2^23.
+    i, j = tl.arange(0, BI), tl.arange(0, BN)
+    top, left = (pm * BM).to(tl.int64), (pn * BN).to(tl.int64)
+    if EVEN:
+        m0, m1, m2, m3, c_inside = None, None, None, None, None
+    else:
+        c_inside = c < K
+        m0 = (r[:, None] < M) & c_inside[None, :]
+        m1 = (r[:, None] + 1 < M) & c_inside[None, :]
+        m2 = (r[:, None] + 2 < M) & c_inside[None, :]
+        m3 = (r[:, None] + 3 < M) & c_inside[None, :]
     if COL == "block" or COL == "square" or ROW == "square":
         T: tl.constexpr = ROW_T if COL == "none" else COL_T
         highest = larger(
@@ -274,11 +283,10 @@ def store_tile(
         tile_amax = tl.max(amax_bits(highest, 1), 0)
 
     if COL != "none":
-        col_base = e * K * M
-        scale_at = col_scale + e * col_scale_e + columns * col_scale_m
+        scale_at = col_scale + e * col_scale_e + left * col_scale_m + j * col_scale_m
         if COL == "block" and COL_BLOCK == BM:
             s, inverse, live = to_scale(amax_bits(highest, 0), COL_T)
-            store_scale(scale_at + pm.to(tl.int64) * col_scale_k, s, c < K)
+            store_scale(scale_at + pm.to(tl.int64) * col_scale_k, s, c_inside)
             inverse, live = inverse[None, :], live[None, :]
         elif COL == "block":
             groups: tl.constexpr = BM // COL_BLOCK
@@ -286,9 +294,10 @@ def store_tile(
                 amax_bits(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1), COL_T
             )
             block = pm * groups + tl.arange(0, groups)
-            scale_inside = (block[:, None] * COL_BLOCK < M) & (c[None, :] < K)
+            scale_inside = None if EVEN else (block[:, None] * COL_BLOCK < M) & (c[None, :] < K)
+            scale_at += (pm * groups).to(tl.int64) * col_scale_k
             store_scale(
-                scale_at[None, :] + block[:, None].to(tl.int64) * col_scale_k, s, scale_inside
+                scale_at[None, :] + tl.arange(0, groups)[:, None] * col_scale_k, s, scale_inside
             )
             inverse = tl.reshape(
                 tl.broadcast_to(inverse[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN]
@@ -314,22 +323,24 @@ def store_tile(
         t0, t1, t2, t3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
         if WORDS:
             words = tl.trans(pack(t0, t1, t2, t3, live, COL_T))
-            out = col + col_base // 4 + columns[:, None] * (M // 4) + (pm * BI + i)[None, :]
+            out = col + (e * K * M + left * M + top) // 4 + j[:, None] * (M // 4) + i[None, :]
             inside = None if EVEN else (c[:, None] < K) & (r[None, :] < M)
             tl.store(out, words, mask=inside, eviction_policy="evict_first")
         else:
-            out = col + col_base + columns[None, :] * M + rows[:, None]
+            out = col + e * K * M + left * M + top + j[None, :] * M + 4 * i[:, None]
             tl.store(out, (_byte(t0, COL_T) & live).to(tl.uint8), mask=m0)
             tl.store(out + 1, (_byte(t1, COL_T) & live).to(tl.uint8), mask=m1)
             tl.store(out + 2, (_byte(t2, COL_T) & live).to(tl.uint8), mask=m2)
             tl.store(out + 3, (_byte(t3, COL_T) & live).to(tl.uint8), mask=m3)
 
     if ROW != "none":
-        out = row + e * M * K + rows[:, None] * K + columns[None, :]
-        scale_at = row_scale + e * row_scale_e + rows * row_scale_m
+        out = row + e * M * K + top * K + left + 4 * i[:, None] * K + j[None, :]
+        scale_at = row_scale + e * row_scale_e + top * row_scale_m + 4 * i * row_scale_m
         a0, a1, a2, a3 = 0, 0, 0, 0
         s0, s1, s2, s3 = None, None, None, None
-        if ROW == "block" and ROW_BLOCK == BN:
+        if ROW == "block" and EVEN:
+            pass
+        elif ROW == "block" and ROW_BLOCK == BN:
             s0, s1, s2, s3 = r < M, r + 1 < M, r + 2 < M, r + 3 < M
         elif ROW == "block":
             inside = ((pn * (BN // ROW_BLOCK) + tl.arange(0, BN // ROW_BLOCK)) * ROW_BLOCK < K)[
@@ -373,33 +384,21 @@ def store_tile(
 
 
 @triton.jit
-def load_four(source, next_row, m0, m1, m2, m3):
-    """Rows 4i, 4i + 1, 4i + 2 and 4i + 3 of a tile as float32; masks None where all is inside."""
-    if m0 is None:
+def load_four(source, next_row, r, c, M, K, EVEN: tl.constexpr):
+    """Rows r, r + 1, r + 2 and r + 3 by columns c of a matrix [M, K] as float32, 0 outside it;
+    ``source`` points at the first. EVEN: all are inside."""
+    if EVEN:
         v0 = tl.load(source, eviction_policy="evict_first")
         v1 = tl.load(source + next_row, eviction_policy="evict_first")
         v2 = tl.load(source + 2 * next_row, eviction_policy="evict_first")
         v3 = tl.load(source + 3 * next_row, eviction_policy="evict_first")
     else:
-        v0 = tl.load(source, mask=m0, other=0.0)
-        v1 = tl.load(source + next_row, mask=m1, other=0.0)
-        v2 = tl.load(source + 2 * next_row, mask=m2, other=0.0)
-        v3 = tl.load(source + 3 * next_row, mask=m3, other=0.0)
+        rows, inside = r[:, None], c[None, :] < K
+        v0 = tl.load(source, mask=(rows < M) & inside, other=0.0)
+        v1 = tl.load(source + next_row, mask=(rows + 1 < M) & inside, other=0.0)
+        v2 = tl.load(source + 2 * next_row, mask=(rows + 2 < M) & inside, other=0.0)
+        v3 = tl.load(source + 3 * next_row, mask=(rows + 3 < M) & inside, other=0.0)
     return v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
-
-
-@triton.jit
-def tile_masks(r, c, M, K, EVEN: tl.constexpr):
-    """Which elements of rows r, r + 1, r + 2 and r + 3 lie in [M, K]; None where all do."""
-    if EVEN:
-        m0, m1, m2, m3 = None, None, None, None
-    else:
-        inside = c[None, :] < K
-        m0 = (r[:, None] < M) & inside
-        m1 = (r[:, None] + 1 < M) & inside
-        m2 = (r[:, None] + 2 < M) & inside
-        m3 = (r[:, None] + 3 < M) & inside
-    return m0, m1, m2, m3
 
 
 @triton.jit
@@ -408,19 +407,23 @@ def tile_kernel(
     row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
     ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, BN] of x in one or both layouts."""
+    """One tile [BM, BN] of x in one or both layouts. NEAR: it spans less than 2^31 elements of
+    x."""
     pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
-    m0, m1, m2, m3 = tile_masks(r, c, M, K, EVEN)
-    source = x + e * stride_e + r.to(tl.int64)[:, None] * stride_m
-    source += c.to(tl.int64)[None, :] * stride_k
-    next_row = tl.cast(stride_m, tl.int64)  # a stride below 2^31 arrives in 32 bits
-    v0, v1, v2, v3 = load_four(source, next_row, m0, m1, m2, m3)
+    corner = (
+        x + e * stride_e + (pm * BM).to(tl.int64) * stride_m + (pn * BN).to(tl.int64) * stride_k
+    )
+    OFFSET: tl.constexpr = tl.int32 if NEAR else tl.int64
+    next_row, next_column = tl.cast(stride_m, OFFSET), tl.cast(stride_k, OFFSET)
+    i, j = tl.arange(0, BM // 4).to(OFFSET), tl.arange(0, BN).to(OFFSET)
+    source = corner + (4 * i[:, None] * next_row + j[None, :] * next_column)
+    v0, v1, v2, v3 = load_four(source, next_row, r, c, M, K, EVEN)
     store_tile(
-        v0, v1, v2, v3, m0, m1, m2, m3, r, c, pm, pn, e,
+        v0, v1, v2, v3, r, c, pm, pn, e,
         row, row_scale, row_amax, col, col_scale, col_amax, M, K,
         row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
         ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, WORDS, EVEN, BM, BN,
@@ -606,7 +609,8 @@ def _tiles(
     e, m, k = x.shape
     args, options = tile_arguments(x, row, row_out, row_amax, col, col_out, col_amax)
     grid = (triton.cdiv(k, options["BN"]), triton.cdiv(m, options["BM"]), e)
-    tile_kernel[grid](x, *args[:6], m, k, *x.stride(), *args[6:], **options)
+    near = options["BM"] * x.stride(1) + options["BN"] * x.stride(2) < 2**31
+    tile_kernel[grid](x, *args[:6], m, k, *x.stride(), *args[6:], **options, NEAR=near)
 
 
 def tile_arguments(
