@@ -1,0 +1,360 @@
+"""The benchmarks: every row's check on tiny shapes, and that nothing is timed without it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import float8
+from float8.kernels.quantize import quantize
+from float8.testing import needs
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks import casts, registry, report, runner
+from benchmarks.__main__ import BENCHES, main
+from benchmarks.registry import Bench, Call, Contender, Options, shapes_of
+
+CPU = torch.device("cpu")
+PLAN = ((1, float8.FULL), float8.E4M3FN.dtype, "fp32")
+
+
+class FakeTimer(runner.Timer):
+    """A timer without a GPU: what is timed is called, and takes as many us as its name is long."""
+
+    def __init__(self) -> None:
+        self.device, self.repeat = CPU, 1
+        self.timed: list[str] = []
+
+    def capture(self, calls: dict[str, Call]) -> tuple[dict[str, runner.Run], dict[str, str]]:
+        kept: dict[str, runner.Run] = {n: call for n, call in calls.items() if n != "no graph"}
+        return kept, {n: "no CUDA graph: it syncs" for n in calls if n not in kept}
+
+    def microseconds(self, runs: dict[str, runner.Run], wait: bool = False) -> dict[str, float]:
+        for run in runs.values():
+            run()
+        self.timed += runs
+        return {name: float(len(name)) for name in runs}
+
+    def seconds(self, call: Call) -> float:
+        call()
+        return 2.0
+
+    def allocated(self, call: Call | None = None) -> int:
+        return 0 if call is None else 3 << 30
+
+
+def a_bench(change: Callable[[tuple[torch.Tensor, ...]], Any], **more: Contender) -> Bench:
+    """A rowwise cast whose results are changed, and contenders beside it."""
+
+    def make(shape: registry.Shape, options: Options) -> dict[str, Contender]:
+        x = casts.random_input(shape, options.device)
+        return (
+            casts.contenders(
+                lambda: change(torch.ops.float8.quantize(x, *PLAN)),
+                lambda: quantize(x, *PLAN),
+                lambda: casts.eager_cast(x, PLAN[0], float8.E4M3FN, "fp32"),
+                {},
+            )
+            | more
+        )
+
+    shapes = {"default": {"small": (8, 64)}}
+    return Bench("casts/test", make, shapes, (8, 64), "eager", lambda shape: 4000)
+
+
+def measured(bench: Bench, eager: bool = False) -> tuple[FakeTimer, list[runner.Record]]:
+    timer = FakeTimer()
+    return timer, runner.measure(bench, "small", (8, 64), Options(CPU), timer, eager)
+
+
+def a_run(rows: list[runner.Record]) -> runner.Record:
+    where = {"card": "a card", "torch": "2", "triton": None, "torchao": "0.18", "commit": "abc"}
+    where |= {"date": "2026-01-02", "copy_bytes_per_us": 4e6, "empty_us": 3.7, "repeat": 20}
+    return {"environment": where, "rows": rows}
+
+
+# --------------------------------------------------------------------------------------- the rows
+
+
+@pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.name)
+def test_smoke_of_every_row(bench: Bench) -> None:
+    """Ours has the reference's bytes, and the baseline does the same job."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    (row,) = runner.smoke(bench, Options(device))
+    wrong = {n: c for n, c in row["contenders"].items() if "refused" in c or "absent" in c}
+    assert not wrong
+    assert bench.baseline in row["contenders"] and len(row["contenders"]) > 1
+
+
+def test_list_names_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == [bench.name for bench in BENCHES]
+    assert "llama4-scout" in printed
+
+
+def test_every_row_has_default_shapes_of_its_rank() -> None:
+    for bench in BENCHES:
+        assert bench.shapes["default"], bench.name
+        every = [shape for shapes in bench.shapes.values() for shape in shapes.values()]
+        assert {len(shape) for shape in every} == {len(bench.smoke)}, bench.name
+
+
+def test_shapes_are_named_or_written_out() -> None:
+    bench = next(b for b in BENCHES if b.name == "casts/rowwise-dual")
+    assert shapes_of(bench, ["llama3-8b"])["llama3-8b x 14336"] == (8192, 14336)
+    assert shapes_of(bench, ["48x64", "2x48x64"]) == {"48x64": (48, 64)}
+    assert shapes_of(bench, ["default", "llama3-8b"]) == shapes_of(bench, ["default"]) | shapes_of(
+        bench, ["llama3-8b"]
+    )
+
+
+@pytest.mark.parametrize(
+    "name, shape, expected",
+    [
+        ("casts/rowwise-row", (8192, 4096), 3 * 8192 * 4096 + 4 * 8192),
+        ("casts/rowwise-dual", (8192, 4096), 6 * 8192 * 4096 + 4 * (8192 + 4096)),
+        ("casts/tensorwise-dual", (8192, 4096), 6 * 8192 * 4096 + 4 * 2),
+        ("casts/1x128-dual", (8192, 4096), 4 * 8192 * 4096 + 2 * 4 * 8192 * 4096 // 128),
+        ("casts/128x128-dual", (8192, 4096), 4 * 8192 * 4096 + 2 * 4 * 64 * 32),
+        ("casts/mxfp8-dual", (8192, 4096), 4 * 8192 * 4096 + 2 * 8192 * 4096 // 32),
+        ("casts/rowwise-dual-experts", (3, 64, 32), 3 * (6 * 64 * 32 + 4 * (64 + 32))),
+    ],
+)
+def test_bytes_that_a_cast_must_move(name: str, shape: registry.Shape, expected: int) -> None:
+    bench = next(b for b in BENCHES if b.name == name)
+    assert bench.bytes is not None and bench.bytes(shape) == expected
+
+
+# -------------------------------------------------------------------------------------- the checks
+
+
+def test_wrong_bytes_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    def flip(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        outputs[0].view(torch.uint8)[3, 5] ^= 1
+        return outputs
+
+    timer, (row,) = measured(a_bench(flip))
+    assert timer.timed == []
+    assert runner.refusals(row) == {"float8": "1 of 512 elements of output 0 have other bits"}
+    assert main(["run", "casts", "--smoke"], [a_bench(flip)]) == 1
+    assert "1 of 512 elements of output 0 have other bits" in capsys.readouterr().out
+
+
+def test_unwritten_memory_is_not_timed() -> None:
+    """Also where it happens to hold the right bytes from a call before."""
+    _, (row,) = measured(a_bench(lambda outputs: (torch.empty_like(outputs[0]), outputs[1])))
+    assert "512 of 512 elements of output 0" in runner.refusals(row)["float8"]
+
+
+def test_other_shapes_are_not_timed() -> None:
+    _, (row,) = measured(a_bench(lambda outputs: (outputs[0], outputs[1].squeeze(1))))
+    assert runner.refusals(row) == {
+        "float8": "output 1 is torch.float32 (8,), the reference's torch.float32 (8, 1)"
+    }
+    _, (row,) = measured(a_bench(lambda outputs: outputs[:1]))
+    assert runner.refusals(row) == {"float8": "1 outputs, the reference has 2"}
+
+
+def test_another_job_is_no_contender() -> None:
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+
+    def expected() -> registry.Outputs:
+        return quantize(x, *PLAN)
+
+    data, scale = expected()
+    assert casts.same_job(expected, lambda: (data, scale)) is None
+    few = data.clone()
+    few.view(torch.uint8)[0, :40] ^= 1  # 40 of 4096
+    assert casts.same_job(expected, lambda: (few, scale)) is None
+    few.view(torch.uint8)[0, 40:42] ^= 1
+    assert casts.same_job(expected, lambda: (few, scale)) is not None
+    transposed = data.view(torch.uint8).t().contiguous().t().view(data.dtype)
+    assert casts.same_job(expected, lambda: (transposed, scale)) == (
+        "output 0 has shape (64, 64), strides (1, 64)"
+    )
+
+
+def test_a_wrong_recipe_leaves_the_others() -> None:
+    more = Contender(lambda: lambda: (), lambda call: "0.0 dB", ours=True, line=True)
+    timer, (row,) = measured(a_bench(lambda outputs: outputs, other=more))
+    assert timer.timed == ["float8", "eager"] and runner.refusals(row) == {"other": "0.0 dB"}
+
+
+def test_a_peer_that_fails_says_why() -> None:
+    def fails() -> Call:
+        raise NotImplementedError("not on\nthis device")
+
+    peer = Contender(fails, lambda call: None)
+    _, (row,) = measured(a_bench(lambda outputs: outputs, torchao=peer))
+    assert row["contenders"]["torchao"]["absent"] == "NotImplementedError: not on this device"
+    assert not runner.refusals(row)
+    assert "torchao absent. NotImplementedError: not on this device" in report.plain(a_run([row]))
+
+
+def test_layers_are_compared_with_bf16() -> None:
+    from benchmarks.layers import near
+
+    y = torch.randn(64, 64)
+    assert near((y, y), lambda: (y, y + 0.1 * torch.randn(64, 64))) is None
+    assert near((y, y), lambda: (y, y + torch.randn(64, 64))) is not None
+    assert near((y, y), lambda: (y, y * float("nan"))) is not None
+    assert near((y, y), lambda: (y,)) == "1 outputs, bf16 has 2"
+
+
+# ----------------------------------------------------------------------------- times and reports
+
+
+def test_contenders_take_turns_and_medians_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = len(done) * 1000
+
+        def elapsed_time(self, end: Event) -> float:
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer = object.__new__(runner.Timer)
+    timer.repeat = 3
+    monkeypatch.setattr(timer, "flush", lambda: done.append("flush"))
+    turns = iter([1, 5, 2])  # how much the second does in its turns: its median is 2
+    times = timer.microseconds(
+        {"a": lambda: done.append("a"), "b": lambda: done.extend("b" * next(turns))}
+    )
+    assert "".join(done).replace("flush", ".") == ".a.b.a.bbbbb.a.bb"
+    assert times == {"a": 1e6, "b": 2e6}
+
+
+def test_ratios_and_shares() -> None:
+    peer = Contender(lambda: lambda: (), lambda call: None)
+    _, rows = measured(a_bench(lambda o: o, **{"torchao": peer, "no graph": peer}), eager=True)
+    # float8 6 us, eager 5 us, torchao 7 us; 4000 bytes are moved
+    cells = [["casts/test", "small 8x64", "graph", "float8", "6.0 us", "0.0 MB"]]
+    assert report.lines(rows[0], 1000.0) == [[*cells[0], "67%", "0.83", "1.17", "", ""]]
+    assert [row["timing"] for row in rows] == ["graph", "eager"]
+    assert rows[0]["contenders"]["no graph"]["absent"] == "no CUDA graph: it syncs"
+    assert rows[1]["contenders"]["no graph"]["us"] == 8.0
+
+
+def test_json_comes_back_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, rows = measured(a_bench(lambda outputs: outputs))
+    file = tmp_path / "runs" / "run.json"
+    report.save(a_run(rows), file)
+    assert json.loads(file.read_text()) == a_run(rows)
+    assert main(["table", str(file)]) == 0
+    assert capsys.readouterr().out == (
+        "a card, torch 2, torchao 0.18, commit abc, 2026-01-02, copy 4.00 TB/s, "
+        "empty launch 3.7 us, median of 20.\n"
+        "\n"
+        "| row | shape | timing | contender | time | moved | share of copy | x eager |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| casts/test | small 8x64 | graph | float8 | 6.0 us | 0.0 MB | 0% | 0.83 |\n"
+    )
+
+
+def test_a_layer_shows_memory_and_compilation() -> None:
+    contender = Contender(lambda: lambda: (), lambda call: None, ours=True, line=True, note="fast")
+    contenders = {"bf16": contender, "rowwise": contender}
+    bench = Bench("ffn/test", lambda shape, options: contenders, {}, (8, 64), "bf16")
+    _, rows = measured(bench)
+    assert report.plain(a_run(rows)).splitlines()[2:] == [
+        "row       shape       timing  contender  time    x bf16  peak      first call",
+        "ffn/test  small 8x64  graph   bf16       4.0 us  1.00    3.00 GiB  2.0 s",
+        "ffn/test  small 8x64  graph   rowwise    7.0 us  0.57    3.00 GiB  2.0 s",
+        "",
+        "ffn/test: bf16: fast",
+        "ffn/test: rowwise: fast",
+    ]
+
+
+def test_rich_shows_all_that_is_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    run = a_run(measured(a_bench(lambda outputs: outputs))[1])
+    report.show(run)
+    printed = capsys.readouterr().out
+    assert report.plain(run) != printed and report.sentence(run) in printed
+    assert all(
+        cell in printed for _, table in report.tables(run) for cells in table for cell in cells
+    )
+
+
+def test_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, rows = measured(a_bench(lambda outputs: outputs))
+    report.plot(a_run(rows), tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_says_where_it_was_made() -> None:
+    where = runner.environment(CPU)
+    assert where["torch"] == torch.__version__ and where["card"] == "CPU"
+    assert where["commit"] == "unknown" or len(where["commit"].removesuffix("+dirty")) >= 7
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["run", "casts"], "torch sees none here; with --smoke it checks the results"),
+        (["run", "nonesuch"], "no row is called 'nonesuch'"),
+        (["run", "ffn", "--recipes", "rowwise,delayed"], "no recipe is called delayed"),
+    ],
+)
+def test_refusals(
+    arguments: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_unknown_shapes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        main(["run", "casts", "--shapes", "default,llama9"])
+    assert "no row that was named has shapes for 'llama9'" in capsys.readouterr().err
+
+
+@needs("cuda")
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("casts/1x128-dual", "256x384"),
+        ("grouped/rowwise-col", "1024x256x4"),
+        ("linear/uncompiled", "64x128x256"),
+    ],
+)
+def test_run_on_a_gpu(name: str, shape: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    options = ["--shapes", shape, "--recipes", "rowwise", "--repeat", "3", "--eager"]
+    assert main(["run", name, *options, "--json", str(file)]) == 0
+    run = json.loads(file.read_text())
+    assert run["environment"]["copy_bytes_per_us"] > 0
+    assert [row["timing"] for row in run["rows"]] == ["graph", "eager"]
+    for row in run["rows"]:
+        assert all(0 < c["us"] < 1e6 for c in row["contenders"].values()), row
