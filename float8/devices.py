@@ -48,6 +48,9 @@ class DeviceProfile:
     peak_fp8: float | None = None
     peak_source: str | None = None
 
+    def __hash__(self) -> int:  # caches ask at every cast; all fields would cost 5 us
+        return hash(self.arch)
+
     @property
     def native(self) -> frozenset[Op]:
         """The ops that torch's own matmuls or the device's conversion instructions run."""

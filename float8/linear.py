@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .dispatch.matmul import multiply
 from .kernels.quantize import CastPlan
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
@@ -46,11 +45,18 @@ def _cast_one(x: Tensor, cast: CastPlan | None) -> Parts:
 
 def _mm(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
     """a [rows, contraction] times b [columns, contraction] transposed."""
-    left, right = (
-        Float8TrainingTensor(data, scale, cast.block, dtype)
-        for (data, scale), cast in ((a, plan.a), (b, plan.b))
+    out: Tensor = torch.ops.float8.scaled_mm(
+        a[0],
+        b[0].t(),
+        a[1],
+        b[1].t(),
+        plan.a.block,
+        plan.b.block[::-1],
+        dtype,
+        plan.fast_accum,
+        plan.impl,
     )
-    return multiply(left, right.t(), plan.impl, fast_accum=plan.fast_accum)  # type: ignore[arg-type]
+    return out
 
 
 class _Linear(torch.autograd.Function):

@@ -2,17 +2,18 @@
 and fake kernels.
 
 They carry no gradient and know no tensor class; ``float8.quantize``, ``Float8TrainingTensor`` and
-``float8.linear`` are made of them. Arguments and formulas: ``float8/kernels/quantize.py`` and
-``float8/kernels/matmul.py``.
+``float8.linear`` are made of them. Arguments and formulas: ``float8/kernels/``.
 """
 
 import torch
 
 from .kernels import matmul as _matmul  # noqa: F401 (registers)
 from .kernels import quantize as _quantize  # noqa: F401
+from .kernels import quantize_grouped as _quantize_grouped  # noqa: F401
 
 quantize = torch.ops.float8.quantize
 quantize_dual = torch.ops.float8.quantize_dual
+quantize_grouped = torch.ops.float8.quantize_grouped
 quantize_static = torch.ops.float8.quantize_static
 dequantize = torch.ops.float8.dequantize
 scaled_mm = torch.ops.float8.scaled_mm

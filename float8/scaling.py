@@ -99,9 +99,25 @@ def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int,
     return tuple(num_blocks(n, b) for n, b in zip(shape, block, strict=True))
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, those of dimensions of length 1 and 0 included."""
+    strides = [1]
+    for n in shape[:0:-1]:
+        strides.append(strides[-1] * max(n, 1))
+    return tuple(strides[::-1])
+
+
+def scale_strides(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    """The memory layout that GEMMs want of a scale of ``shape``: outer-dimension-major for blocks
+    along the last dimension of one row (cuBLASLt's 1x128 mode), else contiguous."""
+    if len(block) >= 2 and block[-2] == 1 and block[-1] not in (1, FULL):
+        *lead, rows, blocks = contiguous_strides((*shape[:-2], shape[-1], shape[-2]))
+        return (*lead, blocks, rows)
+    return contiguous_strides(shape)
+
+
 def scale_layout(scale: Tensor, block: Block) -> Tensor:
-    """The memory layout that GEMMs want: outer-dimension-major for blocks along the last dimension
-    of one row (cuBLASLt's 1x128 mode), else contiguous. Same values, same shape; a copy."""
+    """A copy with the strides of ``scale_strides``."""
     # clone, since contiguous() keeps whatever stride a dimension of length 1 came with.
     if len(block) >= 2 and block[-2] == 1 and block[-1] not in (1, FULL):
         return scale.mT.clone(memory_format=torch.contiguous_format).mT

@@ -14,6 +14,7 @@ Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVI
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, cast
 
 import torch
@@ -89,6 +90,7 @@ def select(device: torch.device, a: Operand, b: Operand, impl: str | None = None
     return impl
 
 
+@functools.cache
 def native_mode(a: Operand, b: Operand) -> str | None:
     """The mode of torch's scaled_mm that two operands fall under by their blocks, None if under
     none."""
@@ -227,17 +229,25 @@ def _scaled_mm_cublas(
     # also M, for the leading dimension of M-major scales. Both operands are handled as [rows, K]: b
     # as its transpose.
     m, n = a.shape[0], b.shape[1]
-    left = Operand(a.dtype, block_a, scale_a.dtype)
-    right = Operand(b.dtype, block_b, scale_b.dtype)
+    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
+    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
     if (mode := native_mode(left, right)) is None:
         raise ValueError(f"impl='cublas' cannot multiply these operands: {_no_mode(left, right)}")
+    scales_rows = _cublaslt_scales_rows(device_profile(a.device))
+    if (mode == "tensorwise" or mode == "rowwise" and scales_rows) and _fits(
+        a, b, scale_a, scale_b
+    ):
+        scaling = F.ScalingType.TensorWise if mode == "tensorwise" else F.ScalingType.RowWise
+        return F.scaled_mm(
+            a, b, scale_a, scaling, scale_b, scaling,
+            output_dtype=out_dtype, use_fast_accum=fast_accum,
+        )  # fmt: skip
     blocked = mode in ("blockwise", "mx")
     rows_multiple, k_multiple = {"blockwise": (16, 128), "mx": (32, 128)}.get(mode, (16, 16))
     a_MK = _aligned(a, rows_multiple if blocked else 1, k_multiple)
     b_NK = _aligned(b.t(), rows_multiple, k_multiple)
     recipe_a, scale_a = _native_scale(scale_a, a_MK, block_a, mode)
     recipe_b, scale_b_NK = _native_scale(scale_b.t(), b_NK, (block_b[1], block_b[0]), mode)
-    scales_rows = _cublaslt_scales_rows(device_profile(a.device))
     if mode == "rowwise" and out_dtype != torch.bfloat16 and not scales_rows:
         # Take unscaled float32 sums and scale them here.
         one = torch.ones((), dtype=torch.float32, device=a.device)
@@ -255,7 +265,23 @@ def _scaled_mm_cublas(
             swizzle_a=swizzle, swizzle_b=swizzle,
             output_dtype=native, use_fast_accum=fast_accum and not blocked,
         ).to(out_dtype)  # fmt: skip
-    return out[:m, :n].contiguous()
+    return out if out.shape == (m, n) else out[:m, :n].contiguous()
+
+
+def _fits(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    """Whether cuBLASLt takes operands that are tensorwise, or both rowwise, as they are. The common
+    case: on the host it costs a third of what padding and copying would look at."""
+    (m, k), n = a.shape, b.shape[1]
+    (row_a, step_a), (step_b, row_b) = a.stride(), b.stride()
+    at = a.data_ptr() | b.data_ptr() | scale_a.data_ptr() | scale_b.data_ptr()
+    return (
+        (k | n | row_a | row_b | at) % 16 == 0
+        and step_a == step_b == 1
+        and row_a >= k <= row_b
+        and (scale_a.numel(), scale_b.numel()) in ((1, 1), (m, n))
+        and scale_a.is_contiguous() and scale_b.is_contiguous()
+        and scale_a.dtype == scale_b.dtype == torch.float32
+    )  # fmt: skip
 
 
 def _aligned(x_RK: Tensor, rows_multiple: int, k_multiple: int) -> Tensor:

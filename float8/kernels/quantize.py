@@ -45,11 +45,13 @@ class CastPlan(NamedTuple):
 
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
-_LIB.define("quantize(Tensor x, int[] block, ScalarType dtype, str scale_mode) -> (Tensor, Tensor)")
+_LIB.define(
+    "quantize(Tensor x, int[] block, ScalarType dtype, str scale_mode, Tensor? amax=None) -> "
+    "(Tensor, Tensor)"
+)
 _LIB.define(
     "quantize_dual(Tensor x, int[] block, ScalarType dtype, str scale_mode, int[] block_t, "
-    "ScalarType dtype_t, "
-    "str scale_mode_t) -> (Tensor, Tensor, Tensor, Tensor)"
+    "ScalarType dtype_t, str scale_mode_t, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIB.define(
     "quantize_static(Tensor x, Tensor scale, int[] block, ScalarType dtype) -> (Tensor, Tensor)"
@@ -57,7 +59,9 @@ _LIB.define(
 _LIB.define("dequantize(Tensor data, Tensor scale, int[] block, ScalarType dtype) -> Tensor")
 
 
-def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """FP8 data and scale of ``x`` with scales taken from the data (formulas: ``float8.scaling``).
 
     Args:
@@ -65,6 +69,8 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tu
         block: one entry per dimension, a size or ``FULL``.
         dtype: an FP8 dtype.
         scale_mode: one of ``float8.scaling.SCALE_MODES``.
+        amax: max |x|, where it is known already, which spares a pass over x: float32 of the scale's
+            shape, for a tensorwise cast. Values beyond it saturate.
 
     Returns:
         data: ``dtype``, shape of ``x``, contiguous.
@@ -77,7 +83,9 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str) -> tu
     """
     check_cast(x, block, dtype)
     check_scale_mode(scale_mode)
-    scale, live = scale_from_amax(block_amax(x, block), format_of(dtype), scale_mode)
+    check_amax(x, amax, block)
+    amax = block_amax(x, block) if amax is None else amax.abs()
+    scale, live = scale_from_amax(amax, format_of(dtype), scale_mode)
     data = _cast(x, scale, live, block, dtype)
     return data, scale_layout(encode_e8m0(scale) if scale_mode.startswith("e8m0") else scale, block)
 
@@ -90,15 +98,16 @@ def quantize_dual(
     block_t: Block,
     dtype_t: torch.dtype,
     scale_mode_t: str,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` of x and of its transpose (the last two dimensions swapped), which a kernel does
-    in fewer passes.
+    in fewer passes; ``amax`` is for both.
 
     Returns: (data, scale) of x and (data, scale) of the transpose, both contiguous in their own
         shapes.
     """
-    transposed = quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t)
-    return (*quantize(x, block, dtype, scale_mode), *transposed)
+    transposed = quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t, amax)
+    return (*quantize(x, block, dtype, scale_mode, amax), *transposed)
 
 
 def quantize_static(
@@ -160,37 +169,47 @@ _ROWS_PER_TILE = 128
 def triton_refusal(x: Tensor, *casts: CastPlan) -> str | None:
     """Why the Triton kernels do not cast x, None if they do. The reference runs instead, with the
     same result."""
-    if (
-        x.numel() == 0
-        or max(x.shape, default=0) > _GRID_LIMIT * _ROWS_PER_TILE
-        or (x.ndim == 3 and x.shape[0] > _GRID_LIMIT)
-    ):
-        return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
-    return _refusal(device_profile(x.device), x.ndim, casts)
+    return _refusal(x.shape, device_profile(x.device), casts)
 
 
-@functools.cache  # what does not depend on sizes
-def _refusal(profile: DeviceProfile, ndim: int, casts: tuple[CastPlan, ...]) -> str | None:
+def _refusal(shape: torch.Size, profile: DeviceProfile, casts: tuple[CastPlan, ...]) -> str | None:
     if (reason := profile.refusal("convert")) is not None:
         return reason
     if any(format_of(cast.dtype).flavour != profile.flavour for cast in casts):
         return f"{profile.arch} converts to {profile.flavour} formats only"
-    if ndim not in (2, 3) or any(cast.block[:-2] not in ((), (1,)) for cast in casts):
+    if len(shape) not in (2, 3) or any(cast.block[:-2] not in ((), (1,)) for cast in casts):
         return "the kernels take a matrix, or a stack of matrices with a leading block of 1"
     if any(cast.block[-2:] not in TRITON_BLOCKS for cast in casts):
         return f"the kernels' blocks are {', '.join(map(block_name, TRITON_BLOCKS))}"
+    too_long = max(shape) > _GRID_LIMIT * _ROWS_PER_TILE
+    if 0 in shape or too_long or (len(shape) == 3 and shape[0] > _GRID_LIMIT):
+        return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
     return None if has_triton_package() else "triton is not installed"
 
 
+@functools.lru_cache(maxsize=1024)  # the host has less time than these checks take
+def _layouts(
+    shape: torch.Size, x_dtype: torch.dtype, profile: DeviceProfile, *casts: CastPlan
+) -> tuple[CastPlan, ...] | None:
+    """The casts as the kernels take them, for one matrix; None where they refuse. Raises what
+    ``quantize`` does."""
+    for cast in casts:
+        _check_cast(shape, x_dtype, cast.block, cast.dtype)
+        check_scale_mode(cast.scale_mode)
+    if _refusal(shape, profile, casts) is not None:
+        return None
+    return tuple(cast._replace(block=cast.block[-2:]) for cast in casts)
+
+
 def _quantize_gpu(
-    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    check_cast(x, block, dtype)
-    check_scale_mode(scale_mode)
     cast = CastPlan(tuple(block), dtype, scale_mode)
-    if triton_refusal(x, cast) is not None:
-        return quantize(x, block, dtype, scale_mode)
-    data, scale = _launch(x, cast, None)
+    layouts = _layouts(x.shape, x.dtype, device_profile(x.device), cast)
+    if layouts is None:
+        return quantize(x, block, dtype, scale_mode, amax)
+    check_amax(x, amax, block)
+    data, scale = _launch(x, layouts[0], None, amax)
     return data, scale
 
 
@@ -202,37 +221,62 @@ def _quantize_dual_gpu(
     block_t: Block,
     dtype_t: torch.dtype,
     scale_mode_t: str,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cast = CastPlan(tuple(block), dtype, scale_mode)
     cast_t = CastPlan(tuple(block_t), dtype_t, scale_mode_t)
-    for each in (cast, cast_t):
-        check_cast(x, each.block, each.dtype)
-        check_scale_mode(each.scale_mode)
-    if triton_refusal(x, cast, cast_t) is not None:
-        return quantize_dual(x, *cast, *cast_t)
-    data, scale, data_t, scale_t = _launch(x, cast, cast_t)
+    layouts = _layouts(x.shape, x.dtype, device_profile(x.device), cast, cast_t)
+    if layouts is None:
+        return quantize_dual(x, *cast, *cast_t, amax)
+    for each in (block, block_t):
+        check_amax(x, amax, each)
+    data, scale, data_t, scale_t = _launch(x, *layouts, amax)
     return data, scale, data_t, scale_t
 
 
-def _launch(x: Tensor, cast: CastPlan, cast_t: CastPlan | None) -> tuple[Tensor, ...]:
+def _launch(
+    x: Tensor, row: CastPlan, col: CastPlan | None, amax: Tensor | None
+) -> tuple[Tensor, ...]:
     from .quantize_triton import quantize_layouts
 
-    row, col = (each and each._replace(block=each.block[-2:]) for each in (cast, cast_t))
+    if x.device.index == torch.cuda.current_device():
+        return quantize_layouts(x, row, col, amax)
     with torch.cuda.device(x.device):  # Triton launches on the current device
-        if x.ndim == 3:
-            return quantize_layouts(x, row, col)
-        return tuple(out.squeeze(0) for out in quantize_layouts(x.unsqueeze(0), row, col))
+        return quantize_layouts(x, row, col, amax)
 
 
 def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
     """Raise ValueError for what neither cast takes; implementations and fake kernels ask this."""
-    if x.dtype not in HIGH_PRECISION:
+    _check_cast(x.shape, x.dtype, block, dtype)
+
+
+def _check_cast(shape: torch.Size, x_dtype: torch.dtype, block: Block, dtype: torch.dtype) -> None:
+    if x_dtype not in HIGH_PRECISION:
         raise ValueError(
-            f"x is {x.dtype}; a cast takes {names(HIGH_PRECISION)}, so convert it first"
+            f"x is {x_dtype}; a cast takes {names(HIGH_PRECISION)}, so convert it first"
         )
-    check_block(x.shape, block)
+    check_block(shape, block)
     if format_of(dtype) is E8M0:
         raise ValueError(f"dtype={dtype} is a format for scales only; use an e4m3 or e5m2 dtype")
+
+
+def check_amax(x: Tensor, amax: Tensor | None, block: Block) -> None:
+    """Raise ValueError unless ``amax`` is None, or may stand for the amax of x in a tensorwise
+    cast."""
+    if amax is None:
+        return
+    check_devices(x, amax)
+    needed = scale_shape(x.shape, block)
+    if (
+        tuple(block[-2:]) != (FULL, FULL)
+        or amax.dtype != torch.float32
+        or tuple(amax.shape) != needed
+    ):
+        raise ValueError(
+            f"amax is {amax.dtype} of shape {tuple(amax.shape)} for blocks {block_name(block)}; "
+            f"only a tensorwise cast takes one, torch.float32 of the scale's shape {needed}; leave "
+            "it out to have it measured"
+        )
 
 
 def _check_dequantize(data: Tensor, block: Block, dtype: torch.dtype) -> None:
@@ -271,10 +315,11 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _fake_quantize(
-    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     check_cast(x, block, dtype)
     check_scale_mode(scale_mode)
+    check_amax(x, amax, block)
     data = x.new_empty(x.shape, dtype=dtype)
     return data, scale_layout(
         x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(scale_mode)), block
@@ -289,9 +334,10 @@ def _fake_quantize_dual(
     block_t: Block,
     dtype_t: torch.dtype,
     scale_mode_t: str,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    transposed = _fake_quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t)
-    return (*_fake_quantize(x, block, dtype, scale_mode), *transposed)
+    transposed = _fake_quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t, amax)
+    return (*_fake_quantize(x, block, dtype, scale_mode, amax), *transposed)
 
 
 def _fake_quantize_static(

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,7 +33,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Float8Format, format_of
-from ..scaling import FULL, Block, as_bytes, scale_dtype, scale_layout, scale_shape
+from ..scaling import (
+    FULL,
+    Block,
+    as_bytes,
+    contiguous_strides,
+    scale_dtype,
+    scale_layout,
+    scale_shape,
+    scale_strides,
+)
 from .quantize import CastPlan
 
 _INF = tl.constexpr(0x7F800000)
@@ -312,7 +321,7 @@ def store_tile(
             inverse, live = inverse[None, :], live[None, :]
         else:
             s, inverse, live = to_scale(
-                tl.load(col_amax + e) if COL == "tensor" else tile_amax, COL_T
+                tl.load(col_amax + e) & 0x7FFFFFFF if COL == "tensor" else tile_amax, COL_T
             )
             if COL == "square":
                 store_scale(
@@ -364,7 +373,7 @@ def store_tile(
             )
         else:
             if ROW == "tensor":
-                a0 = tl.load(row_amax + e)
+                a0 = tl.load(row_amax + e) & 0x7FFFFFFF
                 s, _, _ = to_scale(a0, ROW_T)
                 if (pm == 0) & (pn == 0):
                     store_scale(row_scale + e, s, None)
@@ -512,32 +521,276 @@ def kind(layout: CastPlan) -> str:
 
 _MAX_ROW = 16384  # the longest row that row_kernel holds in registers
 
-
 Parts = tuple[Tensor, Tensor]  # data and scale of a layout
 
 
-def quantize_layouts(x: Tensor, row: CastPlan | None, col: CastPlan | None) -> tuple[Tensor, ...]:
-    """(data, scale) of each layout asked for, row first; x [E, M, K], any strides, not empty."""
-    if x.stride(2) != 1 and x.stride(1) == 1:
+class Launch:
+    """A kernel with all its arguments but the tensors, which come first.
+
+    Triton examines every argument at every launch; for these kernels that costs the host of an H200
+    45 us. Here it happens once: what Triton specialises on are the arguments held here, and the
+    tensors' dtypes and whether they start on 16 bytes; one object serves tensors that agree in
+    those.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], *sizes: int, warps: int, **constants: Any
+    ) -> None:
+        """``constants``: all constexprs, in the order of the kernel's parameters."""
+        self.kernel, self.grid, self.sizes = kernel, grid, sizes
+        self.warps, self.constants = warps, constants
+        self.compiled: Any = None  # stays None in Triton's interpreter
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self.compiled is None:
+            launch = self.kernel[self.grid]
+            self.compiled = launch(*tensors, *self.sizes, **self.constants, num_warps=self.warps)
+        else:
+            self.compiled[self.grid](*tensors, *self.sizes, *self.constants.values())
+
+
+class Output(NamedTuple):
+    """Memory that a kernel writes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    written_as: torch.dtype
+
+    @staticmethod
+    def data(shape: tuple[int, ...], layout: CastPlan, col: bool = False) -> Output:
+        """Data of one layout; col layouts are written four values at a time where their rows are
+        of whole words."""
+        words = torch.int32 if shape[-1] % 4 == 0 else torch.uint8
+        written_as = words if col else layout.dtype
+        return Output(shape, contiguous_strides(shape), layout.dtype, written_as)
+
+    @staticmethod
+    def scale(shape: tuple[int, ...], layout: CastPlan) -> Output:
+        """Scales of data of ``shape``."""
+        block = (1,) * (len(shape) - 2) + layout.block
+        of, dtype = scale_shape(shape, block), scale_dtype(layout.scale_mode)
+        written_as = torch.uint8 if dtype.itemsize == 1 else dtype
+        return Output(of, scale_strides(of, block), dtype, written_as)
+
+    def new(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """New memory, as callers see it and as a kernel does."""
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return out, out if self.written_as == self.dtype else out.view(self.written_as)
+
+
+class Matrices(NamedTuple):
+    """Sizes and strides of x [E, M, K]."""
+
+    e: int
+    m: int
+    k: int
+    stride_e: int
+    stride_m: int
+    stride_k: int
+    device: torch.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def quantize_layouts(
+    x: Tensor, row: CastPlan | None, col: CastPlan | None, amax: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """(data, scale) of each layout asked for, row first; x [M, K] or [E, M, K], any strides, not
+    empty. ``amax``: float32, one for each matrix, where all layouts are tensorwise and it is
+    known."""
+    if x.stride(-1) != 1 and x.stride(-2) == 1:
         # A transposed view: its col layout is the row layout of what it is a view of.
-        out = quantize_layouts(x.transpose(1, 2), col, row)
+        out = quantize_layouts(x.mT, col, row, amax)
         return out if row is None or col is None else (*out[2:], *out[:2])
-    row_out = None if row is None else allocate(x, row)
-    col_out = None if col is None else allocate(x.transpose(1, 2), col)
-    row_amax = col_amax = None
-    left = row
-    if row is not None and row_out is not None and kind(row) == "vector":
-        if x.stride(2) == 1 and x.shape[2] <= _MAX_ROW:
-            columns = col is not None and kind(col) == "vector"
-            col_amax, left = _rows(x, row, row_out, columns), None
-    if left is not None and kind(left) in ("tensor", "vector"):
-        row_amax = _measure(x, left, "row")
-    if col is not None and kind(col) in ("tensor", "vector") and col_amax is None:
-        shared = left is not None and kind(left) == kind(col) == "tensor"
-        col_amax = row_amax if shared else _measure(x, col, "column")
-    if left is not None or col is not None:
-        _tiles(x, left, row_out, row_amax, col, col_out, col_amax)
-    return (*(row_out or ()), *(col_out or ()))
+    aligned = x.data_ptr() % 16 == 0
+    return _cast(x.shape, x.stride(), x.dtype, x.device, aligned, row, col)(x, amax)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cast(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: bool,
+    row: CastPlan | None,
+    col: CastPlan | None,
+) -> _Cast:
+    """dtype and alignment are not asked for, but Triton specialises on them."""
+    return _Cast(shape, strides, device, row, col)
+
+
+class _Cast:
+    """The launches that cast tensors of one shape, strides, dtype and alignment."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        device: torch.device,
+        row: CastPlan | None,
+        col: CastPlan | None,
+    ) -> None:
+        e, m, k = (1, *shape)[-3:]
+        stride_e, stride_m, stride_k = (0, *strides)[-3:]
+        x = Matrices(e, m, k, stride_e, stride_m, stride_k, device)
+        turned = (*shape[:-2], shape[-1], shape[-2])
+        kinds = row and kind(row), col and kind(col)
+        self.device = device
+        self.row = row and (Output.data(shape, row), Output.scale(shape, row))
+        self.col = col and (Output.data(turned, col, col=True), Output.scale(turned, col))
+        self.rows = self.row_amax = self.col_amax = self.tiles = None
+        if row is not None and kinds[0] == "vector" and x.stride_k == 1 and x.k <= _MAX_ROW:
+            self.rows = _Rows(x, row, columns=kinds[1] == "vector")
+            row = None
+        elif row is not None and kinds[0] in ("tensor", "vector"):
+            self.row_amax = _Amax(x, row, "row")
+        if col is not None and kinds[1] in ("tensor", "vector"):
+            gathered = self.rows is not None and self.rows.columns is not None
+            if not gathered and kinds != ("tensor", "tensor"):
+                self.col_amax = _Amax(x, col, "column")
+        if row is not None or col is not None:
+            row_scale, col_scale = self.row and self.row[1], self.col and self.col[1]
+            self.tiles = _tiles(x, row, row_scale, col, col_scale)
+
+    def __call__(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, ...]:
+        row, row_scale = self.row or (None, None)
+        col, col_scale = self.col or (None, None)
+        outputs = [o and o.new(self.device) for o in (row, row_scale, col, col_scale)]
+        seen = [o and o[1] for o in outputs]
+        row_amax = col_amax = None if amax is None else amax.view(torch.int32)
+        if self.rows is not None:
+            col_amax = self.rows(x, *seen[:2])
+        if amax is None and self.row_amax is not None:
+            row_amax = col_amax = self.row_amax(x)
+        if self.col_amax is not None:
+            col_amax = self.col_amax(x)
+        if self.tiles is not None:
+            self.tiles(x, *seen[:2], row_amax, *seen[2:], col_amax)
+        return tuple(o[0] for o in outputs if o is not None)
+
+
+class _Rows:
+    """Rowwise, whole rows in registers: the row layout; the columns' amax bits [E, K] too, if asked
+    for."""
+
+    def __init__(self, x: Matrices, layout: CastPlan, columns: bool) -> None:
+        padded = max(128, triton.next_power_of_2(x.k))
+        # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up
+        # to 4096 columns, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
+        wide = padded > 4096
+        resident = multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4)
+        programs = max(1, min(x.m, resident // x.e))
+        self.launch = Launch(
+            row_kernel, (programs, x.e, 1), x.m, x.k, x.stride_e, x.stride_m,
+            warps=8 if wide else 4,
+            T=target(x, layout), COLUMNS=columns, KP=padded, STAGES=4 if wide else 3,
+        )  # fmt: skip
+        self.columns = Columns(x.e, programs, x.k) if columns else None
+
+    def __call__(self, x: Tensor, data: Tensor | None, scale: Tensor | None) -> Tensor | None:
+        if self.columns is None:
+            self.launch(x, data, scale, None)
+            return None
+        partial = x.new_empty(self.columns.shape, dtype=torch.int32)
+        self.launch(x, data, scale, partial)
+        return self.columns(partial)
+
+
+class Columns:
+    """amax bits [E, K] of the programs' partial ones, of ``shape`` [E, G, K]."""
+
+    def __init__(self, e: int, programs: int, k: int) -> None:
+        self.shape = (e, programs, k)
+        width = 32
+        self.launch = Launch(
+            column_kernel, (triton.cdiv(k, width), e, 1), programs, k,
+            warps=4, GP=triton.next_power_of_2(programs), BN=width,
+        )  # fmt: skip
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        amax = partial.new_empty((self.shape[0], self.shape[2]))
+        self.launch(partial, amax)
+        return amax
+
+
+class _Amax:
+    """amax bits per "row" [E, M] or "column" [E, K], or of each matrix [E, 1] if tensorwise."""
+
+    def __init__(self, x: Matrices, layout: CastPlan, per: str) -> None:
+        per = "tensor" if kind(layout) == "tensor" else per
+        self.shape = (x.e, {"tensor": 1, "row": x.m, "column": x.k}[per])
+        bm, bn, down, along = (16, 128, 1, 8) if per == "row" else (16, 256, 16, 1)
+        if x.m > 65535 * bm * down:  # the grid's limit; triton_refusal stops at 128 rows a program
+            bm, bn = 128, 16
+        self.launch = Launch(
+            amax_kernel, (triton.cdiv(x.k, bn * along), triton.cdiv(x.m, bm * down), x.e),
+            x.m, x.k, x.stride_e, x.stride_m, x.stride_k,
+            warps=4, T=target(x, layout),
+            PER=per, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> Tensor:
+        amax = x.new_zeros(self.shape, dtype=torch.int32)
+        self.launch(x, amax)
+        return amax
+
+
+def _tiles(
+    x: Matrices,
+    row: CastPlan | None,
+    row_scale: Output | None,
+    col: CastPlan | None,
+    col_scale: Output | None,
+) -> Launch:
+    constants = tile_constants(x, row, col)
+    bm, bn = constants["BM"], constants["BN"]
+    return Launch(
+        tile_kernel, (triton.cdiv(x.k, bn), triton.cdiv(x.m, bm), x.e),
+        x.m, x.k, x.stride_e, x.stride_m, x.stride_k,
+        *scale_sizes(row and row_scale), *scale_sizes(col and col_scale),
+        warps=4, **constants, NEAR=bm * x.stride_m + bn * x.stride_k < 2**31,
+    )  # fmt: skip
+
+
+def scale_sizes(scale: Output | None) -> tuple[int, ...]:
+    """Strides of a layout's scales [E, rows, blocks], zeros for a layout that is not written."""
+    return (0, 0, 0) if scale is None else (0, *scale.strides)[-3:]
+
+
+def tile_constants(
+    x: Matrices | Tensor, row: CastPlan | None, col: CastPlan | None
+) -> dict[str, Any]:
+    """The constexprs of ``store_tile`` for two layouts of x [E, M, K], in its order."""
+    m, k = (x.m, x.k) if isinstance(x, Matrices) else x.shape[-2:]
+    bm, bn = tile_shape(row, col)
+    return {
+        "ROW": "none" if row is None else kind(row),
+        "COL": "none" if col is None else kind(col),
+        "ROW_BLOCK": bn if row is None or row.block[1] == FULL else row.block[1],
+        "COL_BLOCK": bm if col is None or col.block[1] == FULL else col.block[1],
+        "ROW_T": None if row is None else target(x, row),
+        "COL_T": None if col is None else target(x, col),
+        "WORDS": m % 4 == 0,
+        "EVEN": m % bm == 0 and k % bn == 0,
+        "BM": bm,
+        "BN": bn,
+    }
+
+
+def tile_shape(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int]:
+    """Rows and columns of a tile: at least one block of every layout."""
+    blocks = {layout.block[1] for layout in (row, col) if layout is not None}
+    # The fastest of seven shapes by four or eight warps on an H200.
+    return (128, 64) if 32 in blocks and 128 not in blocks else (128, 128)
+
+
+# -- to be replaced in fused and grouped
+def reduce_columns(partial: Tensor) -> Tensor:
+    return Columns(*partial.shape)(partial)
 
 
 def allocate(x: Tensor, layout: CastPlan) -> Parts:
@@ -546,71 +799,8 @@ def allocate(x: Tensor, layout: CastPlan) -> Parts:
     return x.new_empty(x.shape, dtype=layout.dtype), scale_layout(scale, block)
 
 
-def target(x: Tensor, layout: CastPlan) -> Target:
-    return _cached_target(
-        format_of(layout.dtype), layout.scale_mode, x.is_cuda and torch.version.hip is None
-    )
-
-
-_cached_target = functools.cache(Target.of)  # a dozen values at most
-
-
-def _rows(x: Tensor, layout: CastPlan, out: Parts, columns: bool) -> Tensor | None:
-    """Write the row layout; the columns' amax bits [E, K] too, if asked for."""
-    e, m, k = x.shape
-    padded = max(128, triton.next_power_of_2(k))
-    # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up to
-    # 4096 columns, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
-    wide = padded > 4096
-    programs = max(1, min(m, multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4) // e))
-    partial = x.new_empty((e, programs, k), dtype=torch.int32) if columns else None
-    row_kernel[(programs, e)](
-        x, out[0], as_bytes(out[1]), partial, m, k, x.stride(0), x.stride(1),
-        T=target(x, layout), COLUMNS=columns, KP=padded,
-        STAGES=4 if wide else 3, num_warps=8 if wide else 4,
-    )  # fmt: skip
-    return None if partial is None else reduce_columns(partial)
-
-
-def reduce_columns(partial: Tensor) -> Tensor:
-    """amax bits [E, K] of the programs' partial ones [E, G, K]."""
-    e, programs, k = partial.shape
-    amax, width = partial.new_empty((e, k)), 32
-    column_kernel[(triton.cdiv(k, width), e)](
-        partial, amax, programs, k, GP=triton.next_power_of_2(programs), BN=width, num_warps=4
-    )
-    return amax
-
-
-def _measure(x: Tensor, layout: CastPlan, per: str) -> Tensor:
-    """amax bits per "row" [E, M] or "column" [E, K], or of each matrix [E, 1] if tensorwise."""
-    e, m, k = x.shape
-    per = "tensor" if kind(layout) == "tensor" else per
-    amax = x.new_zeros((e, {"tensor": 1, "row": m, "column": k}[per]), dtype=torch.int32)
-    bm, bn, down, along = (16, 128, 1, 8) if per == "row" else (16, 256, 16, 1)
-    if m > 65535 * bm * down:  # the grid's limit; triton_refusal stops at 128 rows a program
-        bm, bn = 128, 16
-    amax_kernel[(triton.cdiv(k, bn * along), triton.cdiv(m, bm * down), e)](
-        x, amax, m, k, *x.stride(), T=target(x, layout),
-        PER=per, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4, num_warps=4,
-    )  # fmt: skip
-    return amax
-
-
-def _tiles(
-    x: Tensor,
-    row: CastPlan | None,
-    row_out: Parts | None,
-    row_amax: Tensor | None,
-    col: CastPlan | None,
-    col_out: Parts | None,
-    col_amax: Tensor | None,
-) -> None:
-    e, m, k = x.shape
-    args, options = tile_arguments(x, row, row_out, row_amax, col, col_out, col_amax)
-    grid = (triton.cdiv(k, options["BN"]), triton.cdiv(m, options["BM"]), e)
-    near = options["BM"] * x.stride(1) + options["BN"] * x.stride(2) < 2**31
-    tile_kernel[grid](x, *args[:6], m, k, *x.stride(), *args[6:], **options, NEAR=near)
+def pointers(out: Parts | None) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    return (None, None, (0, 0, 0)) if out is None else (out[0], as_bytes(out[1]), out[1].stride())
 
 
 def tile_arguments(
@@ -624,50 +814,24 @@ def tile_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What ``store_tile`` takes of two layouts of a matrix of x's shape: six pointers and six
     strides, and the constexprs."""
-    _, m, k = x.shape
-    words = m % 4 == 0
     row_data, row_scale, row_strides = pointers(None if row is None else row_out)
     col_data, col_scale, col_strides = pointers(col_out)
     if col_data is not None:
-        col_data = col_data.view(torch.int32 if words else torch.uint8)
-    bm, bn, warps = tile_shape(row, col)
-    args = (
-        row_data,
-        row_scale,
-        row_amax,
-        col_data,
-        col_scale,
-        col_amax,
-        *row_strides,
-        *col_strides,
+        col_data = col_data.view(torch.int32 if x.shape[1] % 4 == 0 else torch.uint8)
+    args = (row_data, row_scale, row_amax, col_data, col_scale, col_amax)
+    return (*args, *row_strides, *col_strides), {**tile_constants(x, row, col), "num_warps": 4}
+
+
+def target(x: Tensor | Matrices, layout: CastPlan) -> Target:
+    return _cached_target(
+        format_of(layout.dtype), layout.scale_mode, x.is_cuda and torch.version.hip is None
     )
-    return args, {
-        "ROW": "none" if row is None else kind(row),
-        "COL": "none" if col is None else kind(col),
-        "ROW_BLOCK": bn if row is None or row.block[1] == FULL else row.block[1],
-        "COL_BLOCK": bm if col is None or col.block[1] == FULL else col.block[1],
-        "ROW_T": None if row is None else target(x, row),
-        "COL_T": None if col is None else target(x, col),
-        "WORDS": words,
-        "EVEN": m % bm == 0 and k % bn == 0,
-        "BM": bm,
-        "BN": bn,
-        "num_warps": warps,
-    }
 
 
-def pointers(out: Parts | None) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    return (None, None, (0, 0, 0)) if out is None else (out[0], as_bytes(out[1]), out[1].stride())
+_cached_target = functools.cache(Target.of)  # a dozen values at most
 
 
-def tile_shape(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: a tile is at least one block of every layout."""
-    blocks = {layout.block[1] for layout in (row, col) if layout is not None}
-    # The fastest of seven shapes by four or eight warps on an H200.
-    return (128, 64, 4) if 32 in blocks and 128 not in blocks else (128, 128, 4)
-
-
-def multiprocessors(x: Tensor) -> int:
+def multiprocessors(x: Tensor | Matrices) -> int:
     return _multiprocessor_count(x.device.index) if x.is_cuda else 2
 
 
