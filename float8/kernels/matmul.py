@@ -234,10 +234,9 @@ def _scaled_mm_cublas(
     if (mode := native_mode(left, right)) is None:
         raise ValueError(f"impl='cublas' cannot multiply these operands: {_no_mode(left, right)}")
     scales_rows = _cublaslt_scales_rows(device_profile(a.device))
-    if (mode == "tensorwise" or mode == "rowwise" and scales_rows) and _fits(
-        a, b, scale_a, scale_b
-    ):
-        scaling = F.ScalingType.TensorWise if mode == "tensorwise" else F.ScalingType.RowWise
+    per_row = mode == "rowwise" and scales_rows
+    if (mode == "tensorwise" or per_row) and _fits(a, b, scale_a, scale_b, per_row):
+        scaling = F.ScalingType.RowWise if per_row else F.ScalingType.TensorWise
         return F.scaled_mm(
             a, b, scale_a, scaling, scale_b, scaling,
             output_dtype=out_dtype, use_fast_accum=fast_accum,
@@ -268,7 +267,7 @@ def _scaled_mm_cublas(
     return out if out.shape == (m, n) else out[:m, :n].contiguous()
 
 
-def _fits(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+def _fits(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, per_row: bool) -> bool:
     """Whether cuBLASLt takes operands that are tensorwise, or both rowwise, as they are. The common
     case: on the host it costs a third of what padding and copying would look at."""
     (m, k), n = a.shape, b.shape[1]
@@ -278,7 +277,7 @@ def _fits(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
         (k | n | row_a | row_b | at) % 16 == 0
         and step_a == step_b == 1
         and row_a >= k <= row_b
-        and (scale_a.numel(), scale_b.numel()) in ((1, 1), (m, n))
+        and (scale_a.numel(), scale_b.numel()) == ((m, n) if per_row else (1, 1))
         and scale_a.is_contiguous() and scale_b.is_contiguous()
         and scale_a.dtype == scale_b.dtype == torch.float32
     )  # fmt: skip
