@@ -399,10 +399,12 @@ def test_cuda_graphs_and_gradient_accumulation(recipe: Recipe) -> None:
     call = compiled(model, "inductor", mode="reduce-overhead")
     batches = torch.randn(6, 32, 64, dtype=torch.bfloat16, device="cuda")
     results: dict[str, list[Tensor]] = {}
+    for p in model.parameters():  # not the graph's own memory, which its next run writes again
+        p.grad = torch.zeros_like(p)
     for name, f in (("eager", model), ("graphs", call)):
         grads = []
         for i in range(3):
-            model.zero_grad()
+            model.zero_grad(set_to_none=False)
             for x in batches[2 * i : 2 * i + 2]:
                 torch.compiler.cudagraph_mark_step_begin()
                 f(x).square().mean().backward()

@@ -534,17 +534,23 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], *sizes: int, warps: int, **constants: Any
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        *sizes: int,
+        options: dict[str, int],
+        **constants: Any,
     ) -> None:
-        """``constants``: all constexprs, in the order of the kernel's parameters."""
+        """``options``: Triton's own, such as num_warps. ``constants``: all constexprs, in the order
+        of the kernel's parameters."""
         self.kernel, self.grid, self.sizes = kernel, grid, sizes
-        self.warps, self.constants = warps, constants
+        self.options, self.constants = options, constants
         self.compiled: Any = None  # stays None in Triton's interpreter
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self.compiled is None:
             launch = self.kernel[self.grid]
-            self.compiled = launch(*tensors, *self.sizes, **self.constants, num_warps=self.warps)
+            self.compiled = launch(*tensors, *self.sizes, **self.constants, **self.options)
         else:
             self.compiled[self.grid](*tensors, *self.sizes, *self.constants.values())
 
@@ -686,7 +692,7 @@ class _Rows:
         programs = max(1, min(x.m, resident // x.e))
         self.launch = Launch(
             row_kernel, (programs, x.e, 1), x.m, x.k, x.stride_e, x.stride_m,
-            warps=8 if wide else 4,
+            options={"num_warps": 8 if wide else 4},
             T=target(x, layout), COLUMNS=columns, KP=padded, STAGES=4 if wide else 3,
         )  # fmt: skip
         self.columns = Columns(x.e, programs, x.k) if columns else None
@@ -708,7 +714,7 @@ class Columns:
         width = 32
         self.launch = Launch(
             column_kernel, (triton.cdiv(k, width), e, 1), programs, k,
-            warps=4, GP=triton.next_power_of_2(programs), BN=width,
+            options={"num_warps": 4}, GP=triton.next_power_of_2(programs), BN=width,
         )  # fmt: skip
 
     def __call__(self, partial: Tensor) -> Tensor:
@@ -729,7 +735,7 @@ class _Amax:
         self.launch = Launch(
             amax_kernel, (triton.cdiv(x.k, bn * along), triton.cdiv(x.m, bm * down), x.e),
             x.m, x.k, x.stride_e, x.stride_m, x.stride_k,
-            warps=4, T=target(x, layout),
+            options={"num_warps": 4}, T=target(x, layout),
             PER=per, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4,
         )  # fmt: skip
 
@@ -746,13 +752,13 @@ def _tiles(
     col: CastPlan | None,
     col_scale: Output | None,
 ) -> Launch:
-    constants = tile_constants(x, row, col)
+    constants, options = tile_constants(x, row, col), tile_options(x, row, col)
     bm, bn = constants["BM"], constants["BN"]
     return Launch(
         tile_kernel, (triton.cdiv(x.k, bn), triton.cdiv(x.m, bm), x.e),
         x.m, x.k, x.stride_e, x.stride_m, x.stride_k,
         *scale_sizes(row and row_scale), *scale_sizes(col and col_scale),
-        warps=4, **constants, NEAR=bm * x.stride_m + bn * x.stride_k < 2**31,
+        options=options, **constants, NEAR=bm * x.stride_m + bn * x.stride_k < 2**31,
     )  # fmt: skip
 
 
@@ -782,10 +788,27 @@ def tile_constants(
 
 
 def tile_shape(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int]:
-    """Rows and columns of a tile: at least one block of every layout."""
+    """Rows and columns of a tile: at least one block of every layout. The fastest of seven shapes
+    by four or eight warps on an H200."""
     blocks = {layout.block[1] for layout in (row, col) if layout is not None}
-    # The fastest of seven shapes by four or eight warps on an H200.
+    if row is not None and col is None and row.block[0] == 1 and row.block[1] in (32, 128):
+        return 32, 256 if row.block[1] == 32 else 128
+    if row is None and col is not None and kind(col) == "vector":
+        return 256, 64
     return (128, 64) if 32 in blocks and 128 not in blocks else (128, 128)
+
+
+def tile_options(
+    x: Matrices | Tensor, row: CastPlan | None, col: CastPlan | None
+) -> dict[str, int]:
+    """Triton's options for a tile. 128 x 128 in four wavefronts of 64 is right as it is; of 32, it
+    leaves 128 values to a thread: blocks get so few registers that three programs share a
+    multiprocessor instead of two (1x128 dual, 8192 x 14336: 134.7 us instead of 144.2), and two
+    layouts from one amax get eight warps."""
+    if runs_ptx(x) and tile_shape(row, col) == (128, 128):
+        both = row is not None and col is not None and kind(row) == kind(col) == "tensor"
+        return {"num_warps": 8} if both else {"num_warps": 4, "maxnreg": 168}
+    return {"num_warps": 4}
 
 
 # -- to be replaced in fused and grouped
@@ -819,13 +842,18 @@ def tile_arguments(
     if col_data is not None:
         col_data = col_data.view(torch.int32 if x.shape[1] % 4 == 0 else torch.uint8)
     args = (row_data, row_scale, row_amax, col_data, col_scale, col_amax)
-    return (*args, *row_strides, *col_strides), {**tile_constants(x, row, col), "num_warps": 4}
+    return (*args, *row_strides, *col_strides), {
+        **tile_constants(x, row, col),
+        **tile_options(x, row, col),
+    }
 
 
 def target(x: Tensor | Matrices, layout: CastPlan) -> Target:
-    return _cached_target(
-        format_of(layout.dtype), layout.scale_mode, x.is_cuda and torch.version.hip is None
-    )
+    return _cached_target(format_of(layout.dtype), layout.scale_mode, runs_ptx(x))
+
+
+def runs_ptx(x: Tensor | Matrices) -> bool:
+    return x.is_cuda and torch.version.hip is None
 
 
 _cached_target = functools.cache(Target.of)  # a dozen values at most
