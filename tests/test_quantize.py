@@ -732,6 +732,29 @@ def test_quantize_dual_is_a_cast_of_x_and_one_of_its_transpose(
         assert_same_cast((data_t, scale_t), ops.quantize(x.mT.contiguous(), *arguments[3:]))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(5, 7), (128, 256), (3, 36, 200)], ids=str)
+@pytest.mark.parametrize("mode", ["fp32", "pow2", "e8m0_even"])
+def test_given_amax_stands_for_the_measured_one(
+    shape: tuple[int, ...], mode: str, device: str
+) -> None:
+    x = awkward(shape, torch.bfloat16, device)
+    block = (*(1,) * (len(shape) - 2), FULL, FULL)
+    settings = (block, E4M3FN.dtype, mode)
+    amax = x.float().abs().amax((-2, -1), keepdim=True)
+    assert_same_cast(ops.quantize(x, *settings, amax), ops.quantize(x, *settings))
+    dual = ops.quantize_dual(x, *settings, *settings)
+    for given in (amax, -amax):  # also of a NaN, the sign says nothing
+        for one, other in zip(ops.quantize_dual(x, *settings, *settings, given), dual, strict=True):
+            assert_same_bytes(one, other)
+    x = torch.randn(shape, device=device)
+    data, scale = ops.quantize(x, *settings, torch.full_like(amax, 0.5))
+    back = ops.dequantize(data, scale, block, torch.float32)
+    assert back.abs().max() <= E4M3FN.max * scale.float().max() < x.abs().max()  # it saturates
+    want = ops.dequantize(*ops.quantize_static(x, scale, block, E4M3FN.dtype), block, torch.float32)
+    assert_same_bytes(back, want)
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):

@@ -99,6 +99,28 @@ def test_both_layouts_have_the_bytes_of_the_reference(shape: tuple[int, int, int
             ) from error
 
 
+def test_given_amax() -> None:
+    """One for each matrix, for one layout and for both; a NaN's sign says nothing."""
+    x = torch.randn(3, 36, 130, device="cuda" if GPU else "cpu")
+    x[1, 4, 5] = math.nan
+    amax = -x.abs().amax((1, 2), keepdim=True)
+    cast = CastPlan((FULL, FULL), E4M3FN.dtype, "fp32")
+    for row, col in ((cast, None), (None, cast), (cast, cast)):
+        measured = quantize_layouts(x, row, col)
+        for ours, theirs in zip(quantize_layouts(x, row, col, amax), measured, strict=True):
+            assert_same_bytes(ours, theirs)
+
+
+def test_prepared_launches_serve_other_values_and_alignments() -> None:
+    """A second tensor of a shape takes the launches of the first, one that starts off 16 bytes its
+    own."""
+    device = "cuda" if GPU else "cpu"
+    cast = CastPlan((1, FULL), E4M3FN.dtype, "fp32")
+    for offset in (0, 0, 1, 8, 0):
+        flat = torch.randn(5 * 48 + offset, device=device).to(torch.bfloat16)
+        check(flat[offset:].view(1, 5, 48), cast, cast)
+
+
 @pytest.mark.parametrize("columns", [300, 16400])
 def test_rows_of_any_length(columns: int) -> None:
     """Up to 16384 columns a row stays in registers; longer ones take two passes."""
