@@ -6,6 +6,7 @@ Shape letters: M tokens (all leading dimensions folded), N out features, K in fe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
 Parts = tuple[Any, Any]  # (data, scale); (x, None) in high precision; (None, None) if nobody asked
 
 
-def _cast(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> tuple[Parts, Parts]:
+def cast_layouts(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> tuple[Parts, Parts]:
     """FP8 parts of x and of its transpose, together where both are asked for; (None, None) for a
     cast that is None."""
     if cast is not None and cast_t is not None:
@@ -43,7 +44,7 @@ def _cast_one(x: Tensor, cast: CastPlan | None) -> Parts:
     return data, scale
 
 
-def _mm(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
+def multiply_parts(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
     """a [rows, contraction] times b [columns, contraction] transposed."""
     out: Tensor = torch.ops.float8.scaled_mm(
         a[0],
@@ -84,13 +85,17 @@ class _Linear(torch.autograd.Function):
             else None
         )
         cast_w = forward.b if forward is not None and cached_NK is None else None
-        x, x_t = _cast(x_MK, None if forward is None else forward.a, keep_x)
-        w, w_t = _cast(w_NK, cast_w, keep_w)
+        x, x_t = cast_layouts(x_MK, None if forward is None else forward.a, keep_x)
+        w, w_t = cast_layouts(w_NK, cast_w, keep_w)
         if cached_NK is not None:
             w = (cached_NK.qdata, cached_NK.scale)
         if cached_KN is not None and needs_gx:
             w_t = (cached_KN.qdata, cached_KN.scale)
-        y_MN = torch.mm(x_MK, w_NK.to(dtype).t()) if forward is None else _mm(x, w, forward, dtype)
+        y_MN = (
+            torch.mm(x_MK, w_NK.to(dtype).t())
+            if forward is None
+            else multiply_parts(x, w, forward, dtype)
+        )
         if needs_gw and wgrad is None:
             x_t = (x_MK, None)
         if needs_gx and w_t[0] is None:
@@ -113,7 +118,7 @@ class _Linear(torch.autograd.Function):
         dtype = ctx.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         _, dgrad, wgrad = ctx.plans
-        g, g_t = _cast(
+        g, g_t = cast_layouts(
             g_MN,
             dgrad.a if needs_gx and dgrad is not None else None,
             wgrad.a if needs_gw and wgrad is not None else None,
@@ -123,26 +128,33 @@ class _Linear(torch.autograd.Function):
             if dgrad is None:
                 gx_MK = torch.mm(g_MN, w.to(dtype))
             else:
-                w_t = _cast(w, None, dgrad.b)[1] if w_scale is None else (w, w_scale)
-                gx_MK = _mm(g, w_t, dgrad, dtype)
+                w_t = cast_layouts(w, None, dgrad.b)[1] if w_scale is None else (w, w_scale)
+                gx_MK = multiply_parts(g, w_t, dgrad, dtype)
         if needs_gw:
             product = (
-                torch.mm(g_MN.t(), x) if wgrad is None else _mm(g_t, (x, x_scale), wgrad, dtype)
+                torch.mm(g_MN.t(), x)
+                if wgrad is None
+                else multiply_parts(g_t, (x, x_scale), wgrad, dtype)
             )
             gw_NK = product.to(ctx.w_dtype)
         return gx_MK, gw_NK, None, None, None, None
 
 
-def _keep_whole() -> None:
-    """Put ``_Linear`` into graphs as one call instead of a subgraph of its own, in which torch 2.11
-    loses the marks of activation checkpointing, so that nothing is recomputed and everything
-    kept."""
-    torch._dynamo.allow_in_graph(_Linear)
+def kept_whole(function: type[torch.autograd.Function]) -> Callable[[], None]:
+    """What to call while torch.compile traces, so that ``function`` goes into graphs as one call
+    instead of a subgraph of its own, in which torch 2.11 loses the marks of activation
+    checkpointing, so that nothing is recomputed and everything kept."""
+
+    def keep_whole() -> None:
+        torch._dynamo.allow_in_graph(function)
+
+    # torch.compile runs it while tracing. (As a decorator, allow_in_graph would import
+    # torch._dynamo with us: 2 s.)
+    keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return keep_whole
 
 
-# torch.compile runs it while tracing. (As a decorator, allow_in_graph would import torch._dynamo
-# with us: 2 s.)
-_keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_keep_whole = kept_whole(_Linear)
 
 
 def _made_of(weight: Tensor) -> tuple[object, ...]:
@@ -167,7 +179,7 @@ class CachedWeight(NamedTuple):
     @torch.no_grad()
     def of(weight: Tensor, recipe: Recipe) -> CachedWeight:
         forward, dgrad, _ = recipe.plan(weight.device)
-        w, w_t = _cast(weight, forward and forward.b, dgrad and dgrad.b)
+        w, w_t = cast_layouts(weight, forward and forward.b, dgrad and dgrad.b)
         w_NK = None if forward is None else Float8TrainingTensor(*w, forward.b.block, weight.dtype)
         w_KN = None if dgrad is None else Float8TrainingTensor(*w_t, dgrad.b.block, weight.dtype)
         return CachedWeight(w_NK, w_KN, weight, weight.untyped_storage(), _made_of(weight), recipe)
@@ -213,7 +225,34 @@ def linear(
     return _linear(x, weight, bias, recipe, recipe.plan(x.device))
 
 
-def _check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x and bias as autocast wants them; ValueError unless they fit the weight."""
+    device_type = x.device.type
+    # "meta" has no autocast, and asking raises (torch 2.11 cannot trace
+    # torch.amp.is_autocast_available).
+    autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    if autocast and x.dtype in HIGH_PRECISION:
+        dtype = torch.get_autocast_dtype(device_type)
+        x = x.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    elif x.dtype != weight.dtype:
+        raise ValueError(
+            f"x is {x.dtype} and the weight {weight.dtype}; bring both to one dtype, or run under "
+            "torch.autocast"
+        )
+    check_fit(x, weight, bias)
+    return x, bias
+
+
+def fold(x: Tensor) -> Tensor:
+    """x [..., K] as a matrix [M, K]."""
+    tokens = 1  # torch.Size.numel() would make a dynamic size a constant of a compiled graph
+    for n in x.shape[:-1]:
+        tokens *= n
+    return x.reshape(tokens, x.shape[-1])
+
+
+def check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.dtype not in HIGH_PRECISION or weight.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"x is {x.dtype} and the weight {weight.dtype}; an FP8 linear takes "
@@ -247,36 +286,20 @@ def _linear(
     refuse_functorch("float8.linear", "float8.revert(model) first")
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
-    device_type = x.device.type
-    # "meta" has no autocast, and asking raises (torch 2.11 cannot trace
-    # torch.amp.is_autocast_available).
-    autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    if autocast and x.dtype in HIGH_PRECISION:
-        dtype = torch.get_autocast_dtype(device_type)
-        x = x.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    elif x.dtype != weight.dtype:
-        raise ValueError(
-            f"x is {x.dtype} and the weight {weight.dtype}; bring both to one dtype, or run under "
-            "torch.autocast"
-        )
-    _check_fit(x, weight, bias)
-    lead = x.shape[:-1]
-    tokens = 1  # torch.Size.numel() would make a dynamic size a constant of a compiled graph
-    for n in lead:
-        tokens *= n
+    x, bias = operands(x, weight, bias)
+    x_MK = fold(x)
     w_NK, w_KN = (None, None) if cached is None else cached[:2]
     if torch.compiler.is_compiling():
         _keep_whole()
     y_MN = _Linear.apply(  # type: ignore[no-untyped-call]
-        x.reshape(tokens, x.shape[-1]),
+        x_MK,
         weight,
         plans,
         recipe.weight_for_dgrad == "save",
         w_NK,
         w_KN,
     )
-    y: Tensor = y_MN.reshape(*lead, weight.shape[0])
+    y: Tensor = y_MN.reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else (y + bias).to(y.dtype)
 
 

@@ -1,0 +1,233 @@
+"""The SwiGLU feed-forward layer in FP8 as one autograd function, with every cast fused into the op
+that makes its input.
+
+    z = rms_norm(x) if there is a norm, else x
+    y = (silu(z @ w_gate.T) * (z @ w_up.T)) @ w_down.T
+
+Shape letters: M tokens (all leading dimensions folded), D model width, F hidden width. g marks the
+gradient of what follows it. Every GEMM follows the recipe's rule of its kind, as in a linear layer:
+three forward, three dgrad, three wgrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .kernels import fused as _fused  # noqa: F401 (registers)
+from .kernels.quantize import CastPlan
+from .linear import Parts, cast_layouts, fold, kept_whole, linear, multiply_parts, operands
+from .recipe import ROWWISE, Plan, Recipe, check_recipe
+from .tensor import refuse_functorch
+
+_Settings = tuple[Any, Any, Any]
+
+
+class Rules(NamedTuple):
+    """How the layer runs on a device; without ``eps`` there is no norm."""
+
+    forward: Plan
+    dgrad: Plan
+    wgrad: Plan
+    save_weights: bool
+    eps: float | None
+
+
+def _settings(cast: CastPlan | None) -> _Settings:
+    """A cast as the fused ops take it."""
+    return (None, None, None) if cast is None else (cast.block, cast.dtype, cast.scale_mode)
+
+
+class _SwigluMLP(torch.autograd.Function):
+    """Saved for backward: z in FP8 in the layout that wgrad needs, gate and up as they are, their
+    product in FP8 for wgrad, and the weights as parameters; x and its 1/rms for the norm. Each only
+    if a requested gradient needs it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MD: Tensor,
+        norm_D: Tensor | None,
+        gate_FD: Tensor,
+        up_FD: Tensor,
+        down_DF: Tensor,
+        rules: Rules,
+    ) -> Tensor:
+        dtype, (forward, dgrad, wgrad, save_weights, eps) = x_MD.dtype, rules
+        needs = ctx.needs_input_grad
+        keep_z = wgrad.b if needs[2] or needs[3] else None
+        keep_h = wgrad.b if needs[4] else None
+        rstd_M = None
+        if eps is None:
+            z, z_t = cast_layouts(x_MD, forward.a, keep_z)
+        else:
+            *parts, rstd_M = torch.ops.float8.rms_norm_quantize(
+                x_MD, norm_D, eps, *_settings(forward.a), *_settings(keep_z)
+            )
+            z, z_t = tuple(parts[:2]), tuple(parts[2:])
+        into_x, into_hidden = any(needs[:2]), any(needs[:4])  # where gradients pass through
+        (w_gate, gate_t), (w_up, up_t), (w_down, down_t) = (
+            cast_layouts(w, forward.b, dgrad.b if save_weights and into else None)
+            for w, into in ((gate_FD, into_x), (up_FD, into_x), (down_DF, into_hidden))
+        )
+        gate_MF = multiply_parts(z, w_gate, forward, dtype)
+        up_MF = multiply_parts(z, w_up, forward, dtype)
+        *h, h_t, h_t_scale = torch.ops.float8.swiglu_quantize(
+            gate_MF, up_MF, *_settings(forward.a), *_settings(keep_h)
+        )
+        y_MD = multiply_parts(tuple(h), w_down, forward, dtype)
+
+        nothing = (None, None)
+        if not save_weights:
+            gate_t, up_t, down_t = (gate_FD, None), (up_FD, None), (down_DF, None)
+        ctx.save_for_backward(
+            *((x_MD, norm_D, rstd_M) if eps is not None and into_x else (None, *nothing)),
+            *(z_t if keep_z is not None else nothing),
+            *((gate_MF, up_MF) if into_hidden else nothing),
+            *((h_t, h_t_scale) if keep_h is not None else nothing),
+            *((*gate_t, *up_t) if into_x else (*nothing, *nothing)),
+            *(down_t if into_hidden else nothing),
+        )
+        ctx.rules, ctx.dtype = rules, dtype
+        ctx.w_dtypes = gate_FD.dtype, up_FD.dtype, down_DF.dtype
+        return y_MD
+
+    @staticmethod
+    def backward(ctx: Any, gy_MD: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "float8.swiglu_mlp is differentiable once, and create_graph=True asks for a second "
+                "derivative (a gradient penalty, a Hessian); leave it out, or keep the layers that "
+                "need one in high precision"
+            )
+        x_MD, norm_D, rstd_M, *saved = ctx.saved_tensors
+        z_t, (gate_MF, up_MF), h_t, *weights = (saved[i : i + 2] for i in range(0, 12, 2))
+        dtype, needs = ctx.dtype, ctx.needs_input_grad
+        dgrad, wgrad = ctx.rules.dgrad, ctx.rules.wgrad
+        into_hidden, into_x = any(needs[:4]), any(needs[:2])
+        g_x = g_norm = g_gate = g_up = g_down = None
+
+        gy, gy_t = cast_layouts(
+            gy_MD, dgrad.a if into_hidden else None, wgrad.a if needs[4] else None
+        )
+        if needs[4]:
+            g_down = multiply_parts(gy_t, h_t, wgrad, dtype).to(ctx.w_dtypes[2])
+        if into_hidden:
+            w_down = _for_dgrad(weights[2], dgrad)
+            gh_MF = multiply_parts(gy, w_down, dgrad, dtype)
+            # Of gate and of up, stacked.
+            g, g_scale, g_t, g_t_scale = torch.ops.float8.swiglu_backward_quantize(
+                gh_MF,
+                gate_MF,
+                up_MF,
+                *_settings(dgrad.a if into_x else None),
+                *_settings(wgrad.a if needs[2] or needs[3] else None),
+            )
+            if needs[2]:
+                g_gate = multiply_parts((g_t[0], g_t_scale[0]), z_t, wgrad, dtype)
+                g_gate = g_gate.to(ctx.w_dtypes[0])
+            if needs[3]:
+                g_up = multiply_parts((g_t[1], g_t_scale[1]), z_t, wgrad, dtype)
+                g_up = g_up.to(ctx.w_dtypes[1])
+            if into_x:
+                w_gate, w_up = (_for_dgrad(w, dgrad) for w in weights[:2])
+                g_x = multiply_parts((g[0], g_scale[0]), w_gate, dgrad, dtype)
+                g_x = g_x + multiply_parts((g[1], g_scale[1]), w_up, dgrad, dtype)
+                if x_MD is not None:
+                    g_x, g_norm = rms_norm_backward(g_x, x_MD, rstd_M, norm_D)
+        return g_x, g_norm, g_gate, g_up, g_down, None
+
+
+def _for_dgrad(weight: Sequence[Any], dgrad: Plan) -> Parts:
+    """A saved weight's FP8 copy for dgrad: the saved one, or one of the parameter."""
+    w, scale = weight
+    return cast_layouts(w, None, dgrad.b)[1] if scale is None else (w, scale)
+
+
+_keep_whole = kept_whole(_SwigluMLP)
+
+
+def rms_norm_backward(
+    g_MD: Tensor, x_MD: Tensor, rstd_M: Tensor, weight_D: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and weight of ``F.rms_norm``, given that of its result and 1/rms, in float32:
+
+    n = x * rstd,  gn = g * weight
+    gx = rstd * (gn - n * mean(gn * n)),  gweight = sum over rows of g * n
+    """
+    if g_MD.is_cuda and not torch.compiler.is_compiling():
+        shape, mask = [x_MD.shape[1]], [True, weight_D is not None]
+        gx, gw = torch.ops.aten._fused_rms_norm_backward(
+            g_MD, x_MD, shape, rstd_M.unsqueeze(1), weight_D, mask
+        )
+        return gx, gw if weight_D is not None else None
+    g, n = g_MD.to(torch.float32), x_MD.to(torch.float32) * rstd_M[:, None]
+    gn = g if weight_D is None else g * weight_D
+    gx = rstd_M[:, None] * (gn - n * (gn * n).mean(1, keepdim=True))
+    return gx.to(x_MD.dtype), None if weight_D is None else (g * n).sum(0).to(weight_D.dtype)
+
+
+def swiglu_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    recipe: Recipe = ROWWISE,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """``(silu(z @ w_gate.T) * (z @ w_up.T)) @ w_down.T`` in FP8, forward and backward, as
+    ``recipe`` says; differentiable once.
+
+    Args:
+        x: [..., D] bf16, fp16 or fp32, any number of leading dimensions, any sizes including 0.
+        w_gate, w_up: [F, D]; w_down: [D, F]; of x's dtype, or any under autocast, which casts x.
+        norm_weight: [D], the weight of an RMSNorm before the layer: z = rms_norm(x); without one
+            and without ``eps``, z = x.
+        eps: the norm's; given alone, the norm has no weight. Default float32's epsilon, as
+            ``F.rms_norm`` has it for float32.
+
+    Returns: [..., D] of x's dtype. What ``float8.linear`` gives for each GEMM, with the same casts:
+        fused with the norm, the activation and its gradient, none of which goes through memory in
+        high precision only to be cast. A recipe with a GEMM in high precision, and FP8 operands,
+        take that unfused way.
+
+    Raises:
+        ValueError, NotImplementedError: as ``float8.linear``.
+    """
+    check_recipe(recipe)
+    refuse_functorch("float8.swiglu_mlp", "float8.revert(model) first")
+    if norm_weight is not None and eps is None:
+        eps = torch.finfo(torch.float32).eps
+    plans = recipe.plan(x.device)
+    forward, dgrad, wgrad = plans
+    plain = all(type(w) in (Tensor, nn.Parameter) for w in (w_gate, w_up, w_down))
+    if forward is None or dgrad is None or wgrad is None or not plain:
+        z = x if eps is None else F.rms_norm(x, x.shape[-1:], norm_weight, eps)
+        gate, up = (linear(z, w, recipe=recipe) for w in (w_gate, w_up))
+        hidden = F.silu(gate.to(torch.float32)) * up.to(torch.float32)
+        return linear(hidden.to(gate.dtype), w_down, recipe=recipe)
+    x, _ = operands(x, w_gate, None)
+    if w_up.shape != w_gate.shape or w_down.shape != w_gate.shape[::-1]:
+        raise ValueError(
+            f"weights of shapes {tuple(w_gate.shape)}, {tuple(w_up.shape)} and "
+            f"{tuple(w_down.shape)} make no SwiGLU layer; needed (F, D), (F, D) and (D, F)"
+        )
+    for w in (w_up, w_down.t()):
+        operands(x, w, None)
+    if torch.compiler.is_compiling():
+        _keep_whole()
+    y_MD: Tensor = _SwigluMLP.apply(  # type: ignore[no-untyped-call]
+        fold(x),
+        norm_weight,
+        w_gate,
+        w_up,
+        w_down,
+        Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save", eps),
+    )
+    return y_MD.reshape(x.shape)
