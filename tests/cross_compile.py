@@ -1,6 +1,7 @@
 """Compile the casts' kernels for a GPU that is not here; print what the code shows, as JSON.
 
     python tests/cross_compile.py sm_90 gfx942
+    python tests/cross_compile.py --grouped sm_90 gfx942     # the casts of token groups
 
 Run as a program of its own: in a process with Triton's interpreter the kernels are not compilable.
 """
@@ -20,8 +21,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from float8.devices import describe
-from float8.formats import E4M3FN, E4M3FNUZ, FORMATS, format_of
-from float8.kernels import quantize_triton
+from float8.formats import E4M3FN, E4M3FNUZ, FORMATS
+from float8.kernels import quantize_grouped_triton, quantize_triton
 from float8.kernels.quantize import CastPlan
 from float8.scaling import FULL
 
@@ -45,12 +46,17 @@ def compiled(launch: tuple[Any, Any, Any], target: GPUTarget) -> Any:
         value = values[parameter.name]
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-        elif parameter.is_constexpr or value is None or value == 1:
+        elif (
+            parameter.is_constexpr
+            or value is None
+            or (value == 1 and not parameter.do_not_specialize)
+        ):
             signature[parameter.name], constants[(i,)] = "constexpr", value
             continue
         else:
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-        if isinstance(value, torch.Tensor) or value % 16 == 0:
+        aligned = isinstance(value, torch.Tensor) or value % 16 == 0
+        if aligned and not parameter.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
     options = {k: v for k, v in kwargs.items() if k not in names}
     source = ASTSource(kernel, signature, constants, attributes)
@@ -81,6 +87,18 @@ def facts(binary: Any) -> dict[str, Any]:
     }
 
 
+def quantize(row: CastPlan | None, col: CastPlan) -> None:
+    x = torch.empty(1, 512, 4096, dtype=torch.bfloat16, device="meta")
+    quantize_triton.quantize_layouts(x, row, col)
+
+
+def quantize_grouped(row: CastPlan | None, col: CastPlan) -> None:
+    """With a number of tokens that no kernel may count on, in groups that fill two warps."""
+    x = torch.empty(1001, 4096, dtype=torch.bfloat16, device="meta")
+    offs = torch.empty(64, dtype=torch.int32, device="meta")
+    quantize_grouped_triton.quantize_groups(x, offs, row, col)
+
+
 def main(targets: list[str]) -> None:
     launches: list[tuple[Any, Any, Any]] = []
 
@@ -88,15 +106,18 @@ def main(targets: list[str]) -> None:
         launches.append((self, args, kwargs))
 
     JITFunction.run = record
-    quantize_triton.multiprocessors = lambda x: 132
-    x = torch.empty(1, 512, 4096, dtype=torch.bfloat16, device="meta")
-    for name in targets:
+    run = quantize_grouped if targets[0] == "--grouped" else quantize
+    modules: tuple[Any, ...] = (quantize_triton, quantize_grouped_triton)
+    for module in modules:
+        module.multiprocessors = lambda x: 132
+    for name in targets[1:] if targets[0] == "--grouped" else targets:
         profile = describe(name)
         nvidia = profile.vendor == "nvidia"
         fmt = E4M3FNUZ if profile.flavour == "fnuz" else E4M3FN
-        quantize_triton.target = lambda x, layout, nvidia=nvidia: quantize_triton.Target.of(
-            format_of(layout.dtype), layout.scale_mode, nvidia
-        )
+        for module in modules:
+            module.runs_ptx = lambda x, nvidia=nvidia: nvidia
+        quantize_triton._cast.cache_clear()
+        quantize_grouped_triton._launches.cache_clear()
         target = (
             GPUTarget("cuda", int(name[3:]), 32)
             if nvidia
@@ -108,7 +129,7 @@ def main(targets: list[str]) -> None:
         for kind, cast in casts.items():
             for layouts, pair in {"dual": (cast, cast), "col": (None, cast)}.items():
                 launches.clear()
-                quantize_triton.quantize_layouts(x, *pair)
+                run(*pair)
                 for launch in launches:
                     shown = facts(compiled(launch, target))
                     where = {"target": name, "kind": kind, "layouts": layouts}

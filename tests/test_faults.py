@@ -103,7 +103,7 @@ def kernels() -> dict[str, ast.FunctionDef]:
     for path in KERNELS.glob("*_triton.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.decorator_list:
-                if ast.unparse(node.decorator_list[0]) == "triton.jit":
+                if ast.unparse(node.decorator_list[0]).startswith("triton.jit"):
                     found[f"{path.name}::{node.name}"] = node
     return found
 

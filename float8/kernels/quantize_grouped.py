@@ -1,0 +1,222 @@
+"""Tokens that are sorted by group (expert) to FP8, for K-grouped GEMMs (wgrad):
+``torch.ops.float8.quantize_grouped``. The body below is the reference and the specification; a GPU
+runs Triton kernels that give the same bytes, where ``triton_refusal`` does not say otherwise.
+
+Letters: T tokens (rows of x), K features, G groups, P columns of the column layout.
+
+    x       [T, K]   group g is rows offs[g-1]..offs[g]; rows from offs[G-1] on are of no group
+    data_t  [K, P]   columns offs_t[g-1]..offs_t[g]: group g transposed, then zeros up to a multiple
+                     of GROUP_ALIGN columns; zeros from offs_t[G-1] on
+
+The contraction of a K-grouped GEMM runs over one group's columns in steps of 128, and TMA wants the
+start of a copy on 16 bytes of the contiguous axis: hence the alignment. P depends on T and G alone,
+so that no size waits for the device.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..scaling import (
+    FULL,
+    Block,
+    block_name,
+    check_scale_mode,
+    num_blocks,
+    scale_dtype,
+    scale_layout,
+    scale_shape,
+    scale_strides,
+)
+from .quantize import CastPlan, check_cast, check_devices, quantize, triton_refusal
+
+GROUP_ALIGN = 128
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+_LIB = torch.library.Library("float8", "FRAGMENT")
+_LIB.define(
+    "quantize_grouped(Tensor x, Tensor offs, int[]? block, ScalarType? dtype, str? scale_mode, "
+    "int[] block_t, ScalarType dtype_t, str scale_mode_t) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def quantize_grouped(
+    x: Tensor,
+    offs: Tensor,
+    block: Block | None,
+    dtype: torch.dtype | None,
+    scale_mode: str | None,
+    block_t: Block,
+    dtype_t: torch.dtype,
+    scale_mode_t: str,
+) -> Outputs:
+    """``quantize`` of x, and of every group's transpose into one aligned matrix.
+
+    Args:
+        x: [T, K], bf16, fp16 or fp32, any strides.
+        offs: int32 [G], where each group's rows end, as torch's grouped_mm takes them: from 0 to T,
+            never less than the one before. The last may be less than T.
+        block, dtype, scale_mode: the cast of x as ``quantize`` takes it; three None: none.
+        block_t, dtype_t, scale_mode_t: the cast of a group's transpose [K, tokens]. Along tokens a
+            block is FULL, the whole group, or divides GROUP_ALIGN, so that none crosses groups.
+
+    Returns:
+        data, scale: ``quantize(x, block, dtype, scale_mode)``; without it, empty tensors.
+        data_t: ``dtype_t`` [K, P], P = ``padded_tokens(T, G)``.
+        scale_t: for blocks (b, FULL) [G, ceil(K / b)], a row per group; for others
+            [ceil(K / b), P / tokens of a block] in ``scale_layout``. A group without tokens, and a
+            block of padding, have the scale of a zero block.
+        offs_t: int32 [G], where each group's columns end; a group without tokens has none.
+
+    Raises:
+        ValueError: an argument is none of these. Only the reference looks into offs, and not if x
+            has no rows; the kernels do not wait for its values. If these fall, or pass T, what the
+            kernels write into their outputs is undefined; they write nowhere else.
+    """
+    row, col = check_grouped(x, offs, block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
+    rows, features = x.shape
+    ends = offs.tolist() if rows else [0] * len(offs)
+    if any(end < start for start, end in pairwise([0, *ends, rows])):
+        raise ValueError(
+            f"offs holds {ends}; it must hold the row where each group ends: never less than the "
+            f"one before, and between 0 and the {rows} rows of x"
+        )
+    parts, widths = [], []
+    for start, end in pairwise([0, *ends]):
+        widths.append((end - start + GROUP_ALIGN - 1) // GROUP_ALIGN * GROUP_ALIGN)
+        parts.append(quantize(F.pad(x[start:end].t(), (0, widths[-1] - (end - start))), *col))
+    rest = x.new_zeros(features, padded_tokens(rows, len(ends)) - sum(widths))
+    parts.append(quantize(rest, *col))
+    if col.block[1] == FULL:
+        scale_t = torch.cat([scale.t() for _, scale in parts[:-1]])
+    else:
+        scale_t = scale_layout(torch.cat([scale for _, scale in parts], 1), col.block)
+    return (
+        *(_no_rows(x) if row is None else quantize(x, *row)),
+        torch.cat([data for data, _ in parts], 1),
+        scale_t,
+        torch.tensor(list(accumulate(widths)), dtype=torch.int32, device=x.device),
+    )
+
+
+def padded_tokens(tokens: int, groups: int) -> int:
+    """P: the most that the column layout of so many tokens in so many groups can need. All groups
+    but one of a single token need exactly that."""
+    longest = GROUP_ALIGN - 1  # what padding adds to a group that is not empty
+    padded: int = (tokens + longest * torch.sym_min(groups, tokens)) // GROUP_ALIGN * GROUP_ALIGN
+    return padded
+
+
+def check_grouped(
+    x: Tensor,
+    offs: Tensor,
+    block: Block | None,
+    dtype: torch.dtype | None,
+    scale_mode: str | None,
+    block_t: Block,
+    dtype_t: torch.dtype,
+    scale_mode_t: str,
+) -> tuple[CastPlan | None, CastPlan]:
+    """The two casts; ValueError for what the op does not take."""
+    if x.ndim != 2:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; groups are rows of a matrix [tokens, features], so "
+            "flatten the leading dimensions"
+        )
+    if offs.dtype != torch.int32 or offs.ndim != 1 or offs.shape[0] == 0:
+        raise ValueError(
+            f"offs is {offs.dtype} of shape {tuple(offs.shape)}; it must be torch.int32 of shape "
+            "(groups,), with where each group's rows end"
+        )
+    check_devices(x, offs)
+    col = CastPlan(tuple(block_t), dtype_t, scale_mode_t)
+    check_cast(x, col.block, dtype_t)
+    check_scale_mode(scale_mode_t)
+    if col.block[1] != FULL and GROUP_ALIGN % col.block[1]:
+        raise ValueError(
+            f"block_t {block_name(col.block)} would cross groups, which start at multiples of "
+            f"{GROUP_ALIGN} columns; give FULL or a divisor of that along tokens"
+        )
+    if block is None and dtype is None and scale_mode is None:
+        return None, col
+    if block is None or dtype is None or scale_mode is None:
+        raise ValueError(
+            f"the cast of rows has block={block}, dtype={dtype}, scale_mode={scale_mode}; give all "
+            "three, or None three times to leave it out"
+        )
+    check_cast(x, block, dtype)
+    check_scale_mode(scale_mode)
+    return CastPlan(tuple(block), dtype, scale_mode), col
+
+
+def empty_rows(x: Tensor, row: CastPlan) -> tuple[Tensor, Tensor]:
+    """What ``quantize(x, *row)`` returns, unwritten."""
+    shape = scale_shape(x.shape, row.block)
+    return x.new_empty(x.shape, dtype=row.dtype), _empty_scale(x, shape, row)
+
+
+def empty_columns(x: Tensor, groups: int, col: CastPlan) -> tuple[Tensor, Tensor, Tensor]:
+    """data_t, scale_t and offs_t, unwritten."""
+    (tokens, features), (height, width) = x.shape, col.block
+    padded, lines = padded_tokens(tokens, groups), num_blocks(features, height)
+    shape = (groups, lines) if width == FULL else (lines, padded // width)
+    data = x.new_empty((features, padded), dtype=col.dtype)
+    return data, _empty_scale(x, shape, col), x.new_empty((groups,), dtype=torch.int32)
+
+
+def _empty_scale(x: Tensor, shape: tuple[int, ...], layout: CastPlan) -> Tensor:
+    strides, dtype = scale_strides(shape, layout.block), scale_dtype(layout.scale_mode)
+    return x.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def _no_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0), x.new_empty(0)
+
+
+def _quantize_grouped_gpu(
+    x: Tensor,
+    offs: Tensor,
+    block: Block | None,
+    dtype: torch.dtype | None,
+    scale_mode: str | None,
+    block_t: Block,
+    dtype_t: torch.dtype,
+    scale_mode_t: str,
+) -> Outputs:
+    args = (block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
+    row, col = check_grouped(x, offs, *args)
+    if triton_refusal(x, col) is not None:
+        return quantize_grouped(x, offs, *args)
+    from .quantize_grouped_triton import quantize_groups
+
+    alike = row is not None and triton_refusal(x, row) is None
+    with torch.cuda.device(x.device):  # Triton launches on the current device
+        rows, columns = quantize_groups(x, offs, row if alike else None, col)
+    if rows is None:
+        rows = _no_rows(x) if row is None else torch.ops.float8.quantize(x, *row)
+    return (*rows, *columns)
+
+
+def _fake_quantize_grouped(
+    x: Tensor,
+    offs: Tensor,
+    block: Block | None,
+    dtype: torch.dtype | None,
+    scale_mode: str | None,
+    block_t: Block,
+    dtype_t: torch.dtype,
+    scale_mode_t: str,
+) -> Outputs:
+    row, col = check_grouped(x, offs, block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
+    rows = _no_rows(x) if row is None else empty_rows(x, row)
+    return (*rows, *empty_columns(x, offs.shape[0], col))
+
+
+_LIB.impl("quantize_grouped", quantize_grouped, "CPU")
+_LIB.impl("quantize_grouped", _quantize_grouped_gpu, "CUDA")
+torch.library.register_fake("float8::quantize_grouped", _fake_quantize_grouped, lib=_LIB)
