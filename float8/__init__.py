@@ -1,8 +1,8 @@
 """FP8 training for PyTorch: one tensor, one dispatch table, one recipe object."""
 
 from . import ops as ops
+from .cache import cached_weights as cached_weights
 from .convert import Report as Report
-from .convert import cached_weights as cached_weights
 from .convert import convert as convert
 from .convert import revert as revert
 from .convert import summary as summary

@@ -1,4 +1,4 @@
-"""Into FP8 and out of it: ``convert``, ``revert``, ``summary``, ``cached_weights``.
+"""Into FP8 and out of it: ``convert``, ``revert``, ``summary``.
 
 What becomes of a place that multiplies a weight:
 
@@ -19,10 +19,9 @@ of it, and a parameter also by the names of its module.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -33,10 +32,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .devices import device_profile
-from .linear import CachedWeight, Float8Linear
+from .linear import Float8Linear
 from .recipe import RECIPES, ROWWISE, Recipe
 from .scaling import FULL, Block
-from .sites import SHARDED, STATE, Site, find_sites, float8_weight, is_distributed
+from .sites import SHARDED, STATE, Site, check_module, find_sites, float8_weight, title
 from .weight import Float8Weight, unwrap_parameter, wrap_parameter
 
 RecipeMap = Mapping[str, Recipe | None]
@@ -112,7 +111,7 @@ def convert(
     sites = find_sites(model)
     if (found := next((site.name for site in sites if site.recipe is not None), None)) is not None:
         raise ValueError(
-            f"{_title(found)} is in FP8 already; float8.revert(model), then convert as you like"
+            f"{title(found)} is in FP8 already; float8.revert(model), then convert as you like"
         )
     used: set[tuple[str, object]] = set()
     decisions = [(site, _decide(site, recipe, keep, experts, used)) for site in sites]
@@ -134,10 +133,6 @@ def convert(
         if isinstance(decision, str):
             _reasons.setdefault(site.module, {})[site.parameter] = decision
     return report
-
-
-def _title(name: str) -> str:
-    return f"Layer {name!r}" if name else "The model"
 
 
 def _check_arguments(model: object, recipe: object, keep: object, experts: object) -> None:
@@ -293,7 +288,7 @@ def _change_all(
                 back()
             if isinstance(error, RuntimeError):  # from torch.utils.swap_tensors
                 raise RuntimeError(
-                    f"{_title(site.name)} could not be changed, so nothing was: its parameter is "
+                    f"{title(site.name)} could not be changed, so nothing was: its parameter is "
                     "held by a graph that waits for its backward, by DistributedDataParallel or "
                     "by a weak reference"
                 ) from error
@@ -312,7 +307,7 @@ def revert(model: nn.Module) -> nn.Module:
 
     A graph made before holds nothing up, but its backward then raises where it has a Float8Weight.
     """
-    _check_module(model, "revert")
+    check_module(model, "revert")
     found = [(site, site.recipe) for site in find_sites(model) if site.recipe is not None]
     if not found:
         raise ValueError("no layer of this model is in FP8, so there is nothing to revert")
@@ -320,27 +315,22 @@ def revert(model: nn.Module) -> nn.Module:
         cls = type(site.module)
         if isinstance(site.module, Float8Linear) and cls is not Float8Linear:
             raise ValueError(
-                f"{_title(site.name)} is of class {cls.__name__}, which something (fully_shard, "
+                f"{title(site.name)} is of class {cls.__name__}, which something (fully_shard, "
                 "parametrize, ...) derived from Float8Linear; revert before that"
             )
         if cls is Float8Linear and "forward" in site.module.__dict__:
             raise ValueError(
-                f"{_title(site.name)} got a forward of its own after convert, which may call that "
+                f"{title(site.name)} got a forward of its own after convert, which may call that "
                 "of Float8Linear; take it off before revert"
             )
         if site.refusal == SHARDED:
             raise ValueError(
-                f"{_title(site.name)} has a sharded Float8Weight; revert before fully_shard"
+                f"{title(site.name)} has a sharded Float8Weight; revert before fully_shard"
             )
     _change_all(found, _leave)
     for module in model.modules():
         _reasons.pop(module, None)
     return model
-
-
-def _check_module(model: object, name: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is of type {type(model).__name__}; {name} takes an nn.Module")
 
 
 @dataclass(frozen=True)
@@ -387,7 +377,7 @@ class Summary:
 def summary(model: nn.Module) -> Summary:
     """Every layer of ``model`` that multiplies a weight: its recipe and what its GEMMs took when
     they last ran, or why it stays in high precision."""
-    _check_module(model, "summary")
+    check_module(model, "summary")
     layers = []
     for site in find_sites(model):
         weight, recipe = site.weight, site.recipe
@@ -428,51 +418,3 @@ def _advice(shape: tuple[int, ...], recipe: Recipe, device: torch.device) -> str
     if too_small is None or not too_small(*shape):
         return ""
     return "too small to gain on this device: keep it in high precision"
-
-
-@contextlib.contextmanager
-def cached_weights(model: nn.Module) -> Iterator[None]:
-    """Within the block, Float8Linears multiply FP8 copies of their weights that are made here,
-    once, in both layouts (2 bytes per weight): for the micro-batches of one optimiser step.
-    Copies and pickles of the model come without them.
-
-        with float8.cached_weights(model):
-            for batch in micro_batches:
-                loss(model(batch)).backward()
-        optimizer.step()
-
-    Results are the same bits as without. A weight that changes meanwhile makes the next eager
-    forward raise RuntimeError, with two exceptions: compiled code cannot check, and a change in
-    place through ``weight.data``, as ``weight.data.mul_(2)``, cannot be seen. Float8Weights are
-    cast at each use, as always.
-
-    Raises:
-        ValueError: there is no Float8Linear, the weight of one is cached already (blocks do not
-            nest), or sharded.
-    """
-    _check_module(model, "cached_weights")
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, Float8Linear)]
-    if not layers:
-        raise ValueError("this model has no Float8Linear; float8.convert(model) first")
-    for name, layer in layers:
-        if layer.cached is not None:
-            raise ValueError(
-                f"{_title(name)} has a cached weight; cached_weights does not nest, so leave the "
-                "outer block first"
-            )
-        if is_distributed(type(layer.weight)):
-            raise ValueError(
-                f"{_title(name)} has a sharded weight ({type(layer.weight).__name__}), of which "
-                "there is no whole to cast; train without cached_weights"
-            )
-    copies: dict[tuple[int, Recipe], CachedWeight] = {}  # a tied weight is cast once
-    try:
-        for _, layer in layers:
-            key = id(layer.weight), layer.recipe
-            if key not in copies:
-                copies[key] = CachedWeight.of(layer.weight, layer.recipe)
-            layer.cached = copies[key]
-        yield
-    finally:
-        for _, layer in layers:
-            layer.__dict__.pop("cached", None)

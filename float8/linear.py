@@ -6,8 +6,8 @@ Shape letters: M tokens (all leading dimensions folded), N out features, K in fe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,18 +46,36 @@ def _cast_one(x: Tensor, cast: CastPlan | None) -> Parts:
 
 def multiply_parts(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
     """a [rows, contraction] times b [columns, contraction] transposed."""
+    blocks = plan.a.block, plan.b.block[::-1]
     out: Tensor = torch.ops.float8.scaled_mm(
-        a[0],
-        b[0].t(),
-        a[1],
-        b[1].t(),
-        plan.a.block,
-        plan.b.block[::-1],
-        dtype,
-        plan.fast_accum,
-        plan.impl,
+        a[0], b[0].t(), a[1], b[1].t(), *blocks, dtype, plan.fast_accum, plan.impl
     )
     return out
+
+
+Cached = tuple[Float8TrainingTensor | None, Float8TrainingTensor | None]  # of w and its transpose
+
+
+def weight_layouts(
+    weight: Tensor, cast: CastPlan | None, cast_t: CastPlan | None, save: bool, cached: Cached
+) -> tuple[Parts, Parts]:
+    """FP8 parts of a weight for forward, and what backward is to have for dgrad: parts of its
+    transpose where they are to be saved or cached already, else (weight, None)."""
+    w, w_t = cached
+    parts, parts_t = cast_layouts(
+        weight, cast if w is None else None, cast_t if save and w_t is None else None
+    )
+    if w is not None:
+        parts = w.qdata, w.scale
+    if w_t is not None:
+        parts_t = w_t.qdata, w_t.scale
+    return parts, (weight, None) if parts_t[0] is None else parts_t
+
+
+def weight_for_dgrad(saved: Sequence[Any], dgrad: Plan) -> Parts:
+    """The FP8 parts that dgrad multiplies, of what ``weight_layouts`` gave backward."""
+    w, scale = saved
+    return cast_layouts(w, None, dgrad.b)[1] if scale is None else (w, scale)
 
 
 class _Linear(torch.autograd.Function):
@@ -77,29 +95,20 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         dtype = x_MK.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
-        forward, dgrad, wgrad = plans
+        (forward, dgrad, wgrad), cached = plans, (cached_NK, cached_KN)
         keep_x = wgrad.b if needs_gw and wgrad is not None else None
-        keep_w = (
-            dgrad.b
-            if needs_gx and dgrad is not None and save_weight and cached_KN is None
-            else None
-        )
-        cast_w = forward.b if forward is not None and cached_NK is None else None
         x, x_t = cast_layouts(x_MK, None if forward is None else forward.a, keep_x)
-        w, w_t = cast_layouts(w_NK, cast_w, keep_w)
-        if cached_NK is not None:
-            w = (cached_NK.qdata, cached_NK.scale)
-        if cached_KN is not None and needs_gx:
-            w_t = (cached_KN.qdata, cached_KN.scale)
-        y_MN = (
-            torch.mm(x_MK, w_NK.to(dtype).t())
-            if forward is None
-            else multiply_parts(x, w, forward, dtype)
+        w, w_t = weight_layouts(
+            w_NK, forward and forward.b, dgrad and dgrad.b, save_weight and needs_gx, cached
         )
+        if forward is None:
+            y_MN = torch.mm(x_MK, w_NK.to(dtype).t())
+        else:
+            y_MN = multiply_parts(x, w, forward, dtype)
         if needs_gw and wgrad is None:
-            x_t = (x_MK, None)
-        if needs_gx and w_t[0] is None:
-            w_t = (w_NK, None)
+            x_t = x_MK, None
+        if not needs_gx:
+            w_t = None, None
         ctx.save_for_backward(*x_t, *w_t)
         ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_NK.dtype
         return y_MN
@@ -128,15 +137,13 @@ class _Linear(torch.autograd.Function):
             if dgrad is None:
                 gx_MK = torch.mm(g_MN, w.to(dtype))
             else:
-                w_t = cast_layouts(w, None, dgrad.b)[1] if w_scale is None else (w, w_scale)
-                gx_MK = multiply_parts(g, w_t, dgrad, dtype)
+                gx_MK = multiply_parts(g, weight_for_dgrad((w, w_scale), dgrad), dgrad, dtype)
         if needs_gw:
-            product = (
-                torch.mm(g_MN.t(), x)
-                if wgrad is None
-                else multiply_parts(g_t, (x, x_scale), wgrad, dtype)
-            )
-            gw_NK = product.to(ctx.w_dtype)
+            if wgrad is None:
+                gw_NK = torch.mm(g_MN.t(), x)
+            else:
+                gw_NK = multiply_parts(g_t, (x, x_scale), wgrad, dtype)
+            gw_NK = gw_NK.to(ctx.w_dtype)
         return gx_MK, gw_NK, None, None, None, None
 
 
@@ -155,47 +162,6 @@ def kept_whole(function: type[torch.autograd.Function]) -> Callable[[], None]:
 
 
 _keep_whole = kept_whole(_Linear)
-
-
-def _made_of(weight: Tensor) -> tuple[object, ...]:
-    """What changes with a weight's values. Assigning ``.data``, as ``.to()`` does, leaves the
-    version as it is, but not the memory or its reading."""
-    memory = weight.untyped_storage()._cdata, weight.storage_offset()
-    return weight._version, *memory, weight.shape, weight.stride(), weight.dtype
-
-
-class CachedWeight(NamedTuple):
-    """A weight's FP8 copies for forward [N, K] and dgrad [K, N] (None where that GEMM is in high
-    precision), and what they were made of."""
-
-    w_NK: Float8TrainingTensor | None
-    w_KN: Float8TrainingTensor | None
-    weight: Tensor
-    storage: torch.UntypedStorage  # held, so that no other gets its address
-    made_of: tuple[object, ...]
-    recipe: Recipe
-
-    @staticmethod
-    @torch.no_grad()
-    def of(weight: Tensor, recipe: Recipe) -> CachedWeight:
-        forward, dgrad, _ = recipe.plan(weight.device)
-        w, w_t = cast_layouts(weight, forward and forward.b, dgrad and dgrad.b)
-        w_NK = None if forward is None else Float8TrainingTensor(*w, forward.b.block, weight.dtype)
-        w_KN = None if dgrad is None else Float8TrainingTensor(*w_t, dgrad.b.block, weight.dtype)
-        return CachedWeight(w_NK, w_KN, weight, weight.untyped_storage(), _made_of(weight), recipe)
-
-    def check(self, weight: Tensor, recipe: Recipe) -> None:
-        """Raise RuntimeError unless the copies are of this weight as it is now, made for this
-        recipe. What is written through ``weight.data`` in place (``weight.data.mul_(2)``) leaves no
-        trace and is not seen."""
-        if weight is self.weight and recipe == self.recipe and _made_of(weight) == self.made_of:
-            return
-        raise RuntimeError(
-            f"the weight (shape {tuple(weight.shape)}) or the recipe of a layer changed inside "
-            "float8.cached_weights, whose "
-            "FP8 copies are of the old one; leave the block before the optimiser's step, loading, "
-            ".to() or a new recipe"
-        )
 
 
 def linear(
@@ -281,30 +247,18 @@ def _linear(
     bias: Tensor | None,
     recipe: Recipe,
     plans: Plans,
-    cached: CachedWeight | None = None,
+    cached: Cached = (None, None),
 ) -> Tensor:
     refuse_functorch("float8.linear", "float8.revert(model) first")
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
     x, bias = operands(x, weight, bias)
-    x_MK = fold(x)
-    w_NK, w_KN = (None, None) if cached is None else cached[:2]
     if torch.compiler.is_compiling():
         _keep_whole()
-    y_MN = _Linear.apply(  # type: ignore[no-untyped-call]
-        x_MK,
-        weight,
-        plans,
-        recipe.weight_for_dgrad == "save",
-        w_NK,
-        w_KN,
-    )
+    save_weight = recipe.weight_for_dgrad == "save"
+    y_MN = _Linear.apply(fold(x), weight, plans, save_weight, *cached)  # type: ignore[no-untyped-call]
     y: Tensor = y_MN.reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else (y + bias).to(y.dtype)
-
-
-def _record(layer: Float8Linear, run: tuple[str, str, str]) -> None:
-    layer.last_run = run
 
 
 class Float8Linear(nn.Linear):
@@ -318,7 +272,7 @@ class Float8Linear(nn.Linear):
 
     recipe: Recipe
     last_run: tuple[str, str, str] | None = None
-    cached: CachedWeight | None = None  # set by float8.cached_weights
+    cached: Any = None  # a CachedWeight, which float8.cached_weights sets
 
     def __init__(
         self,
@@ -336,17 +290,25 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         plans = self.recipe.plan(input.device)
+        cached = self.begin(plans)
+        return _linear(input, self.weight, self.bias, self.recipe, plans, cached)
+
+    def begin(self, plans: Plans) -> Cached:
+        """Note who is going to multiply; the weight's FP8 copies, if there are any."""
         forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
+        run = forward, dgrad, wgrad
         if torch.compiler.is_compiling():
             # Dynamo takes no change of an attribute inside a checkpointed region, as it could
             # change what is recomputed; this one does not.
             unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-            unchecked(_record, self, (forward, dgrad, wgrad))
+            unchecked(setattr, self, "last_run", run)
         else:
-            _record(self, (forward, dgrad, wgrad))
-        if self.cached is not None and not torch.compiler.is_compiling():
+            self.last_run = run
+        if self.cached is None:
+            return None, None
+        if not torch.compiler.is_compiling():
             self.cached.check(self.weight, self.recipe)
-        return _linear(input, self.weight, self.bias, self.recipe, plans, self.cached)
+        return self.cached.w_NK, self.cached.w_KN
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: they outlive the block of float8.cached_weights, which knows

@@ -145,6 +145,15 @@ def _is_torchs(module: nn.Module) -> bool:
     return any(c.__module__.startswith("torch.") and not is_distributed(c) for c in classes)
 
 
+def check_module(model: object, name: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is of type {type(model).__name__}; {name} takes an nn.Module")
+
+
+def title(name: str) -> str:
+    return f"Layer {name!r}" if name else "The model"
+
+
 def is_distributed(cls: type) -> bool:
     """DTensor, or a class that fully_shard made; by name, for torch may be built without them."""
     return cls.__module__.startswith("torch.distributed.")

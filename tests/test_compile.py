@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 import float8
 from float8 import RECIPES, ROWWISE, Float8Linear, Recipe, assume_device
-from float8.linear import CachedWeight
+from float8.cache import CachedWeight
 from float8.testing import assert_same_bytes, deterministic, needs, saved_bytes, sqnr
 
 NAMED = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))

@@ -32,9 +32,10 @@ from float8 import (
     TENSORWISE,
     Float8Linear,
     Recipe,
+    cached_weights,
     quantize,
 )
-from float8.convert import Report, cached_weights, convert, revert, summary
+from float8.convert import Report, convert, revert, summary
 from float8.devices import describe
 from float8.testing import assert_same_bytes, needs
 

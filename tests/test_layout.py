@@ -30,7 +30,7 @@ LAYERS = [
     ["recipe"],
     ["linear", "grouped", "mlp", "weight"],
     ["sites"],
-    ["convert", "monitor"],
+    ["cache", "convert", "monitor"],
     ["parallel.*"],
     ["integrations.*"],
     ["__init__", "__main__", "baseline", "doctor", "testing"],  # they may see everything

@@ -36,7 +36,7 @@ from float8 import (
     Recipe,
     assume_device,
 )
-from float8.linear import CachedWeight
+from float8.cache import CachedWeight
 from float8.testing import (
     assert_no_worse_than,
     assert_same_bytes,
