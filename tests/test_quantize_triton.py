@@ -151,7 +151,7 @@ def test_screen_for_lost_bytes_sees_them() -> None:
     run = subprocess.run(
         [sys.executable, str(program), "--portable", "sm_90"], capture_output=True, text=True
     )
-    kernels = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    kernels = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"')]
     assert any(kernel["stack_pointer_reads"] for kernel in kernels)
 
 
