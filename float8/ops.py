@@ -7,7 +7,8 @@ They carry no gradient and know no tensor class; ``float8.quantize``, ``Float8Tr
 
 import torch
 
-from .kernels import matmul as _matmul  # noqa: F401 (registers)
+from .kernels import fused as _fused  # noqa: F401 (registers)
+from .kernels import matmul as _matmul  # noqa: F401
 from .kernels import quantize as _quantize  # noqa: F401
 from .kernels import quantize_grouped as _quantize_grouped  # noqa: F401
 
@@ -17,3 +18,6 @@ quantize_grouped = torch.ops.float8.quantize_grouped
 quantize_static = torch.ops.float8.quantize_static
 dequantize = torch.ops.float8.dequantize
 scaled_mm = torch.ops.float8.scaled_mm
+rms_norm_quantize = torch.ops.float8.rms_norm_quantize
+swiglu_quantize = torch.ops.float8.swiglu_quantize
+swiglu_backward_quantize = torch.ops.float8.swiglu_backward_quantize

@@ -1,7 +1,8 @@
-"""Triton's interpreter with exact FP8 arithmetic, to compare kernels byte for byte without a GPU.
+"""Triton's interpreter with exact casts, to compare kernels byte for byte without a GPU.
 
 As shipped (Triton 3.6 to 3.9) it loses the carry of a cast to FP8 that rounds up to a power of two,
-breaks ties upwards, and knows no FNUZ format. conftest.py switches it on.
+breaks ties upwards, cuts off what bfloat16 does not hold, and knows no FNUZ format. conftest.py
+switches it on.
 """
 
 from typing import Any
@@ -21,11 +22,16 @@ _convert = interpreter._convert_float
 
 def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     """Casts to FP8 saturate, as the hardware's conversions do; torch rounds."""
-    if source not in _HIGH or target not in _FP8:
+    to_bfloat16 = source == tl.float32 and target == tl.bfloat16
+    if not to_bfloat16 and (source not in _HIGH or target not in _FP8):
         return _convert(data, source, target, rounding)
-    fmt, bits = _FP8[target], np.ascontiguousarray(data).view(_BITS[_HIGH[source].itemsize])
+    bits = np.ascontiguousarray(data).view(_BITS[_HIGH[source].itemsize])
     values = torch.from_numpy(bits.copy()).view(_HIGH[source]).to(torch.float32)
-    cast = values.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    if to_bfloat16:
+        cast = values.to(torch.bfloat16).view(torch.uint16)
+    else:
+        fmt = _FP8[target]
+        cast = values.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
     return cast.numpy().reshape(np.shape(data))
 
 

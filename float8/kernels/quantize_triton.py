@@ -540,7 +540,7 @@ class Launch:
         self,
         kernel: Any,
         grid: tuple[int, int, int],
-        *sizes: int,
+        *sizes: float,
         options: dict[str, int],
         **constants: Any,
     ) -> None:
