@@ -19,10 +19,10 @@ import torch
 
 from float8.recipe import RECIPES
 
-from . import casts, layers, report, runner
+from . import casts, fused, grouped, layers, report, runner
 from .registry import Bench, Options, chosen, shapes_of
 
-BENCHES: list[Bench] = [*casts.BENCHES, *layers.BENCHES]
+BENCHES: list[Bench] = [*casts.BENCHES, *grouped.BENCHES, *fused.BENCHES, *layers.BENCHES]
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -70,16 +70,17 @@ def same_bytes(expected: Callable[[], Outputs], call: Call) -> str | None:
     return None
 
 
-def same_job(expected: Callable[[], Outputs], call: Call) -> str | None:
+def same_job(expected: Callable[[], Outputs], call: Call, tolerance: float = 0.01) -> str | None:
     """What keeps another's outputs from being the same cast: other shapes, another layout, or FP8
-    of which more than 1% is other bytes. (A scale that is rounded otherwise moves a few.)"""
+    of which more than ``tolerance`` is other bytes. (A scale that is rounded otherwise moves a
+    few.)"""
     outputs, wanted = call(), expected()
     data = range(0, len(wanted), 2)  # (data, scale) of each layout
     for i in data:
         if outputs[i].shape != wanted[i].shape or not outputs[i].is_contiguous():
             return f"output {i} has shape {tuple(outputs[i].shape)}, strides {outputs[i].stride()}"
         other = (as_bytes(outputs[i]) != as_bytes(wanted[i])).sum().item() / wanted[i].numel()
-        if other > 0.01:
+        if other > tolerance:
             return f"{other:.1%} of the bytes of output {i} are not the reference's"
     return None
 
@@ -156,12 +157,17 @@ def cast_contenders(name: str, dual: bool, shape: Shape, options: Options) -> di
     )
 
 
-def cast_bytes(name: str, dual: bool, shape: Shape) -> int:
-    block, mode, row_bytes, dual_bytes = SCALINGS[name]
+def scale_bytes(name: str, dual: bool, shape: Shape) -> int:
+    block, mode, *_ = SCALINGS[name]
     *lead, m, k = shape
     sizes = [(m, k), (k, m)] if dual else [(m, k)]
-    scales = sum(math.prod(scale_shape(size, block)) for size in sizes) * scale_dtype(mode).itemsize
-    return math.prod(lead) * (m * k * (dual_bytes if dual else row_bytes) + scales)
+    blocks = sum(math.prod(scale_shape(size, block)) for size in sizes)
+    return math.prod(lead) * blocks * scale_dtype(mode).itemsize
+
+
+def cast_bytes(name: str, dual: bool, shape: Shape) -> int:
+    per_element = SCALINGS[name].dual_bytes if dual else SCALINGS[name].row_bytes
+    return math.prod(shape) * per_element + scale_bytes(name, dual, shape)
 
 
 def cast_row(name: str, kind: str, shapes: dict[str, dict[str, Shape]], smoke: Shape) -> Bench:

@@ -182,6 +182,24 @@ def test_another_job_is_no_contender() -> None:
     )
 
 
+def test_fused_casts_are_near_their_reference() -> None:
+    """Up to 1% of bytes, and scales to within 1%; but all of it is written."""
+    from benchmarks.fused import near_bytes
+
+    data, scale = quantize(torch.randn(64, 64, dtype=torch.bfloat16), *PLAN)
+
+    def verdict(data: torch.Tensor, scale: torch.Tensor) -> str | None:
+        return near_bytes(lambda: (expected_data, expected_scale), lambda: (data, scale))
+
+    expected_data, expected_scale = data.clone(), scale.clone()
+    data.view(torch.uint8)[0, :40] ^= 1  # 40 of 4096
+    assert verdict(data, scale * 1.009) is None
+    scale[3] = float("nan")
+    assert verdict(data, scale) == "1.56% of output 1 is not near the reference's"
+    data.view(torch.uint8)[0, 40] ^= 1
+    assert verdict(data, expected_scale) == "1.00% of output 0 is not near the reference's"
+
+
 def test_a_wrong_recipe_leaves_the_others() -> None:
     more = Contender(lambda: lambda: (), lambda call: "0.0 dB", ours=True, line=True)
     timer, (row,) = measured(a_bench(lambda outputs: outputs, other=more))
