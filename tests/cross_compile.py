@@ -2,16 +2,19 @@
 
     python tests/cross_compile.py sm_90 gfx942
     python tests/cross_compile.py --grouped sm_90 gfx942     # the casts of token groups
+    python tests/cross_compile.py --fused sm_90 gfx942       # those fused with their producers
 
 Run as a program of its own: in a process with Triton's interpreter the kernels are not compilable.
 """
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from float8.devices import describe
+from float8.devices import assume_device, describe
 from float8.formats import E4M3FN, E4M3FNUZ, FORMATS
-from float8.kernels import quantize_grouped_triton, quantize_triton
+from float8.kernels import fused_triton, quantize_grouped_triton, quantize_triton
 from float8.kernels.quantize import CastPlan
 from float8.scaling import FULL
 
@@ -55,6 +58,9 @@ def compiled(launch: tuple[Any, Any, Any], target: GPUTarget) -> Any:
             or (value == 1 and not parameter.do_not_specialize)
         ):
             signature[parameter.name], constants[(i,)] = "constexpr", value
+            continue
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
             continue
         else:
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
@@ -127,6 +133,28 @@ def quantize_grouped(row: CastPlan | None, col: CastPlan) -> None:
     quantize_grouped_triton.quantize_groups(x, offs, row, col)
 
 
+def fused(source: str) -> Callable[[CastPlan | None, CastPlan], None]:
+    """On rows as long as those of a large model's MLP; tensorwise, squares and other blocks alone
+    are much the same code, of which each kernel takes seconds."""
+
+    def run(row: CastPlan | None, col: CastPlan) -> None:
+        if col.block[0] != 1 or (row is None and col.block[1] != FULL):
+            return
+        x = torch.empty(512, 14336, dtype=torch.bfloat16, device="meta")
+        y, z = (x[0], None) if source == "rms" else (x, x if source != "swiglu" else None)
+        fused_triton.fused_layouts(source, x, y, z, 1e-5, row, col)
+
+    return run
+
+
+# What an option compiles: names and functions of two casts.
+RUNS: dict[str, dict[str, Callable[[CastPlan | None, CastPlan], None]]] = {
+    "": {"quantize": quantize},
+    "--grouped": {"quantize_grouped": quantize_grouped},
+    "--fused": {source: fused(source) for source in ("rms", "swiglu", "swiglu_backward")},
+}
+
+
 def main(arguments: list[str]) -> None:
     targets = [a for a in arguments if not a.startswith("--")]
     options = set(arguments) - set(targets)
@@ -136,8 +164,8 @@ def main(arguments: list[str]) -> None:
         launches.append((self, args, kwargs))
 
     JITFunction.run = record
-    run = quantize_grouped if "--grouped" in options else quantize
-    modules: tuple[Any, ...] = (quantize_triton, quantize_grouped_triton)
+    (runs,) = [RUNS[option] for option in options & set(RUNS)] or [RUNS[""]]
+    modules: tuple[Any, ...] = (quantize_triton, quantize_grouped_triton, fused_triton)
     for module in modules:
         module.multiprocessors = lambda x: 132
     for name in targets:
@@ -149,6 +177,7 @@ def main(arguments: list[str]) -> None:
             module.runs_ptx = lambda x, ptx=nvidia and "--portable" not in options: ptx
         quantize_triton._cast.cache_clear()
         quantize_grouped_triton._launches.cache_clear()
+        fused_triton._prepared.cache_clear()
         target = (
             GPUTarget("cuda", int(name[3:]), 32)
             if nvidia
@@ -157,13 +186,14 @@ def main(arguments: list[str]) -> None:
         casts = {k: CastPlan(block, fmt.dtype, "fp32") for k, block in BLOCKS.items()}
         if fmt is E4M3FN:
             casts["mx"] = CastPlan((1, 32), fmt.dtype, "e8m0_rceil")
-        for kind, cast in casts.items():
+        for (source, run), (kind, cast) in itertools.product(runs.items(), casts.items()):
             for layouts, pair in {"dual": (cast, cast), "col": (None, cast)}.items():
                 launches.clear()
-                run(*pair)
+                with assume_device(name):
+                    run(*pair)
                 for launch in launches:
                     shown = facts(compiled(launch, target))
-                    where = {"target": name, "kind": kind, "layouts": layouts}
+                    where = {"target": name, "of": source, "kind": kind, "layouts": layouts}
                     print(json.dumps({**where, "kernel": launch[0].__name__, **shown}), flush=True)
 
 

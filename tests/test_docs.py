@@ -218,8 +218,8 @@ def test_refusals_say_what_to_do() -> None:
 # Modules whose every refusal has a row; what is not listed here is a tool with a page of its own.
 LISTED = (
     "cache convert formats devices scaling recipe tensor linear mlp weight dispatch/copy "
-    "dispatch/matmul dispatch/shape dispatch/table dispatch/value kernels/matmul kernels/quantize "
-    "kernels/quantize_grouped"
+    "dispatch/matmul dispatch/shape dispatch/table dispatch/value kernels/fused kernels/matmul "
+    "kernels/quantize kernels/quantize_grouped"
 ).split()
 # They need a process group: tests/test_convert.py and tests/test_weight.py raise them.
 NEED_A_PROCESS_GROUP = (

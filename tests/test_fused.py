@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import float8  # noqa: F401 (registers the ops)
+from float8.devices import describe
 from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
 from float8.kernels import fused
 from float8.kernels.quantize import TRITON_BLOCKS, CastPlan
@@ -342,10 +343,14 @@ def test_machine_code(target: str) -> None:
     assert {k["kernel"] for k in found} == {"tile_kernel", "row_kernel", "column_kernel"}
     for kernel in found:
         assert kernel["scratch"] == 0, kernel
+        # As of plain casts, three programs a multiprocessor are worth a few values put aside.
+        allowed = 16 if (kernel["of"], kernel["layouts"]) == ("swiglu", "dual") else 0
+        assert kernel["spills"] <= allowed, kernel
+        assert kernel["stack_pointer_reads"] == 0, kernel
         assert kernel["fences"] == 0, kernel
-        assert kernel["shared"] <= 64 * 1024, kernel
-        # All but the loads of scales, amaxes and 1/rms, and of weights.
-        assert kernel["wide_loads"] >= 0.5 * kernel["loads"], kernel
+        assert kernel["shared"] <= describe(target).shared_memory, kernel
+        # All but the loads and stores of scales, amaxes, norms and weights.
+        assert kernel["wide_loads"] >= (0.45 if kernel["of"] == "rms" else 0.6) * kernel["loads"]
         if kernel["kernel"] == "tile_kernel":
             assert kernel["conversions"] >= 8, kernel
             if kernel["kind"] != "mx":

@@ -210,12 +210,18 @@ def _corner(x, stride_m, stride_k, pm, pn, BM: tl.constexpr, BN: tl.constexpr, N
 
 
 @triton.jit
-def _load(pointer, inside, T: tl.constexpr):
+def _load(pointer, inside, EVICT: tl.constexpr = ""):
+    """0 where not inside."""
     if inside is None:
-        v = tl.load(pointer, eviction_policy="evict_first")
+        v = tl.load(pointer, eviction_policy=EVICT)
     else:
         v = tl.load(pointer, mask=inside, other=0.0)
-    return _widened(v, T)
+    return v
+
+
+@triton.jit
+def _input(pointer, next_row, j: tl.constexpr, inside, T: tl.constexpr):
+    return _widened(_load(pointer + j * next_row, inside, "evict_first"), T)
 
 
 @triton.jit
@@ -225,18 +231,18 @@ def _produce(
 ):  # fmt: skip
     """Rows r + j of result e; r are those that the pointers point at."""
     inside = None if EVEN else (r[:, None] + j < M) & (c[None, :] < K)
-    v = _load(x + j * next_x, inside, T)
+    v = _input(x, next_x, j, inside, T)
     if SOURCE == "rms":
-        v *= _load(z + j, None if EVEN else r + j < M, T)[:, None]
+        v *= _load(z + j, None if EVEN else r + j < M)[:, None]
         if y is not None:
-            v *= _load(y, None if EVEN else c < K, T)[None, :]
+            v *= _load(y, None if EVEN else c < K).to(tl.float32)[None, :]
         v = _rounded(v, DTYPE, T)
     elif SOURCE == "swiglu":
-        v = _swiglu(v, _load(y + j * next_y, inside, T), DTYPE, T)
+        v = _swiglu(v, _input(y, next_y, j, inside, T), DTYPE, T)
     else:
-        g = _load(z + j * next_z, inside, T)
+        g = _input(z, next_z, j, inside, T)
         if e == 0:
-            v = _gate_gradient(g, v, _load(y + j * next_y, inside, T), DTYPE, T)
+            v = _gate_gradient(g, v, _input(y, next_y, j, inside, T), DTYPE, T)
         else:
             v = _up_gradient(g, v, DTYPE, T)
     return v
