@@ -68,6 +68,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv 2002.05202)."""
 
+    float8_swiglu = ("w1", "w3", "w2")  # gate, up, down: `float8.convert` may run them as one
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.hidden, bias=False)

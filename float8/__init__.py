@@ -22,6 +22,8 @@ from .formats import E8M0 as E8M0
 from .formats import Float8Format as Float8Format
 from .linear import Float8Linear as Float8Linear
 from .linear import linear as linear
+from .mlp import SwiGLU as SwiGLU
+from .mlp import swiglu_mlp as swiglu_mlp
 from .recipe import BLOCKWISE as BLOCKWISE
 from .recipe import MXFP8 as MXFP8
 from .recipe import RECIPES as RECIPES

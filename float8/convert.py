@@ -10,6 +10,11 @@ What becomes of a place that multiplies a weight:
     module that is not one of torch's;
   - another 2-D or 3-D parameter of such a module, but only where the last component of a recipe
     map's pattern is its name: nothing tells a weight from a table of positions.
+- A SwiGLU layer of three that become Float8Linears becomes a ``SwiGLU`` around them, by its class
+  alone: one call, in which casts are fused with what makes their input. Known are the MLPs of
+  Llama, Mistral, Qwen2 and Qwen3 of Hugging Face's transformers, and modules whose class says so:
+  ``float8_swiglu = ("w1", "w3", "w2")`` names gate, up and down (and as a fourth the nn.RMSNorm
+  before them, if there is one) of ``down(silu(gate(x)) * up(x))``.
 - Embeddings, norms, convolutions and other modules of torch are left alone. What reads a weight
   behind its layer's back is skipped with the reason.
 
@@ -22,7 +27,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -33,9 +38,21 @@ from torch.nn.parameter import is_lazy
 
 from .devices import device_profile
 from .linear import Float8Linear
+from .mlp import SwiGLU, obstacle
 from .recipe import RECIPES, ROWWISE, Recipe
 from .scaling import FULL, Block
-from .sites import SHARDED, STATE, Site, check_module, find_sites, float8_weight, title
+from .sites import (
+    SHARDED,
+    STATE,
+    SWIGLU_STATE,
+    Site,
+    SwigluSite,
+    check_module,
+    find_sites,
+    find_swiglus,
+    float8_weight,
+    title,
+)
 from .weight import Float8Weight, unwrap_parameter, wrap_parameter
 
 RecipeMap = Mapping[str, Recipe | None]
@@ -43,8 +60,8 @@ Experts = Recipe | Literal["auto", False]
 
 KEEP = ("lm_head", "output", "*router*", "gate")  # logits and routing: small gain, large harm
 
-# Why the last convert left a place alone: module -> parameter -> reason. For summary(); a copied
-# model has none, and its summary says less.
+# Why the last convert left a place alone: module -> parameter -> reason; "" is the parameter of a
+# SwiGLU layer. For summary(); a copied model has none, and its summary says less.
 _reasons: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
@@ -55,18 +72,26 @@ class Report:
     Args:
         converted: name -> (the recipe's name, "Float8Linear" or "Float8Weight").
         skipped: name -> why it stays in high precision.
+        fused: SwiGLU layers whose three products became one call: name -> the recipe's name.
+        not_fused: name of another SwiGLU layer -> why its layers are called one by one.
     """
 
     converted: dict[str, tuple[str, str]]
     skipped: dict[str, str]
+    fused: dict[str, str] = field(default_factory=dict)
+    not_fused: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("layer", "as", "recipe, or why not")]
         rows += [(name, how, recipe) for name, (recipe, how) in self.converted.items()]
+        rows += [(name, "SwiGLU", recipe) for name, recipe in self.fused.items()]
         rows += [(name, "-", reason) for name, reason in self.skipped.items()]
+        rows += [(name, "-", f"not fused: {why}") for name, why in self.not_fused.items()]
         hows = Counter(how for _, how in self.converted.values())
         kinds = ", ".join(f"{hows[how]} {how}" for how in ("Float8Linear", "Float8Weight"))
         total = f"{len(self.converted)} converted ({kinds}), {len(self.skipped)} skipped"
+        if mlps := len(self.fused) + len(self.not_fused):
+            total += f", {len(self.fused)} of {mlps} SwiGLU fused"
         return _table(rows, total)
 
 
@@ -83,6 +108,7 @@ def convert(
     keep: Sequence[str] = KEEP,
     experts: Experts = "auto",
     strict: bool = True,
+    fuse: bool = True,
 ) -> Report:
     """Let the layers of ``model`` multiply in FP8, in place.
 
@@ -99,6 +125,8 @@ def convert(
             by ``recipe``, a Recipe is theirs alone, False leaves them in high precision.
         strict: raise when nothing was converted, or when a pattern or a Recipe for experts that you
             passed decided nothing, be it because all it is for cannot multiply in FP8.
+        fuse: make SwiGLU layers one call; False leaves their forward as it is. (A module that was
+            made as a ``SwiGLU`` needs no permission.)
 
     Raises:
         ValueError: an argument is of the wrong kind, a layer is in FP8 already, or ``strict``
@@ -107,7 +135,7 @@ def convert(
             for its backward, by DistributedDataParallel or by a weak reference.
             In either case the model is as it was.
     """
-    _check_arguments(model, recipe, keep, experts)
+    _check_arguments(model, recipe, keep, experts, fuse)
     sites = find_sites(model)
     if (found := next((site.name for site in sites if site.recipe is not None), None)) is not None:
         raise ValueError(
@@ -115,27 +143,32 @@ def convert(
         )
     used: set[tuple[str, object]] = set()
     decisions = [(site, _decide(site, recipe, keep, experts, used)) for site in sites]
-    report = Report({}, {})
-    for site, decision in decisions:
-        if isinstance(decision, Recipe):
-            how = "Float8Linear" if site.by_class else "Float8Weight"
-            report.converted[site.name] = (decision.name, how)
-        else:
-            report.skipped[site.name] = decision
+    mlps = _decide_fusions(model, decisions, fuse)
+    report = _report(decisions, mlps)
     if strict:
         asked: list[tuple[str, object]] = [("keep", p) for p in keep if p not in KEEP]
         asked += [("recipe", p) for p in (recipe if isinstance(recipe, Mapping) else ())]
         asked += [("experts", experts)] * isinstance(experts, Recipe)
         _check_outcome(model, report, sites, [option for option in asked if option not in used])
-    todo = [(site, decision) for site, decision in decisions if isinstance(decision, Recipe)]
-    _change_all(todo, _enter)
-    for site, decision in decisions:
+    todo = [(s.name, partial(_enter, s, d)) for s, d in decisions if isinstance(d, Recipe)]
+    todo += [
+        (mlp.name, partial(_fuse, mlp))
+        for mlp, decision in mlps
+        if isinstance(decision, Recipe) and not isinstance(mlp.module, SwiGLU)
+    ]
+    _change_all(todo)
+    for place, parameter, decision in (
+        *((site.module, site.parameter, decision) for site, decision in decisions),
+        *((mlp.module, "", decision) for mlp, decision in mlps),
+    ):
         if isinstance(decision, str):
-            _reasons.setdefault(site.module, {})[site.parameter] = decision
+            _reasons.setdefault(place, {})[parameter] = decision
     return report
 
 
-def _check_arguments(model: object, recipe: object, keep: object, experts: object) -> None:
+def _check_arguments(
+    model: object, recipe: object, keep: object, experts: object, fuse: object
+) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model is of type {type(model).__name__}; convert changes an nn.Module in place"
@@ -156,6 +189,8 @@ def _check_arguments(model: object, recipe: object, keep: object, experts: objec
         raise ValueError(f"keep={keep!r} must be a sequence of patterns: ('lm_head', 'blocks.0.*')")
     if not isinstance(experts, Recipe) and experts is not False and experts != "auto":
         raise ValueError(f"experts={experts!r} must be 'auto', False or a float8.Recipe")
+    if not isinstance(fuse, bool):
+        raise ValueError(f"fuse={fuse!r} must be True or False")
 
 
 def _decide(
@@ -192,6 +227,45 @@ def _decide(
     if isinstance(recipe, Mapping):
         return "no pattern of the recipe map matches it"
     return recipe
+
+
+def _decide_fusions(
+    model: nn.Module, decisions: Sequence[tuple[Site, Recipe | str]], fuse: bool
+) -> list[tuple[SwigluSite, Recipe | str]]:
+    """Of each SwiGLU layer, the recipe of the one call that it becomes, or why it becomes none."""
+    recipes = {
+        site.module: decision
+        for site, decision in decisions
+        if site.by_class and isinstance(decision, Recipe)
+    }
+    found: list[tuple[SwigluSite, Recipe | str]] = []
+    for mlp in find_swiglus(model):
+        why = mlp.refusal
+        if not fuse and not isinstance(mlp.module, SwiGLU):
+            why = "fuse=False"
+        if why is None:
+            layers = [getattr(mlp.module, name) for name in mlp.names]
+            why = obstacle(mlp.module, mlp.names, [recipes.get(layer) for layer in layers[:3]])
+        found.append((mlp, recipes[layers[0]] if why is None else why))
+    return found
+
+
+def _report(
+    decisions: Sequence[tuple[Site, Recipe | str]], mlps: Sequence[tuple[SwigluSite, Recipe | str]]
+) -> Report:
+    report = Report({}, {})
+    for site, decision in decisions:
+        if isinstance(decision, Recipe):
+            how = "Float8Linear" if site.by_class else "Float8Weight"
+            report.converted[site.name] = (decision.name, how)
+        else:
+            report.skipped[site.name] = decision
+    for mlp, decision in mlps:
+        if isinstance(decision, Recipe):
+            report.fused[mlp.name] = decision.name
+        else:
+            report.not_fused[mlp.name] = decision
+    return report
 
 
 def _check_outcome(
@@ -274,21 +348,33 @@ def _leave(site: Site, recipe: Recipe) -> Callable[[], object]:
     return back_to_weight
 
 
-def _change_all(
-    todo: Sequence[tuple[Site, Recipe]],
-    change: Callable[[Site, Recipe], Callable[[], object]],
-) -> None:
-    """Change every site or, if one of them fails, none."""
+def _fuse(mlp: SwigluSite) -> Callable[[], object]:
+    """Make a SwiGLU layer one call; returns what takes that back."""
+    original = type(mlp.module)
+    mlp.module.__class__ = SwiGLU
+    mlp.module.__dict__.update(names=mlp.names, original=original)
+    return partial(_take_apart, mlp)
+
+
+def _take_apart(mlp: SwigluSite) -> Callable[[], object]:
+    state = {key: mlp.module.__dict__.pop(key) for key in SWIGLU_STATE}
+    mlp.module.__class__ = state["original"]
+    return partial(_fuse, mlp)
+
+
+def _change_all(todo: Sequence[tuple[str, Callable[[], Callable[[], object]]]]) -> None:
+    """Make every change, of a name each, or, if one of them fails, none. A change returns what
+    takes it back."""
     undo: list[Callable[[], object]] = []
-    for site, recipe in todo:
+    for name, change in todo:
         try:
-            undo.append(change(site, recipe))
+            undo.append(change())
         except BaseException as error:
             for back in reversed(undo):
                 back()
             if isinstance(error, RuntimeError):  # from torch.utils.swap_tensors
                 raise RuntimeError(
-                    f"{title(site.name)} could not be changed, so nothing was: its parameter is "
+                    f"{title(name)} could not be changed, so nothing was: its parameter is "
                     "held by a graph that waits for its backward, by DistributedDataParallel or "
                     "by a weak reference"
                 ) from error
@@ -309,28 +395,38 @@ def revert(model: nn.Module) -> nn.Module:
     """
     check_module(model, "revert")
     found = [(site, site.recipe) for site in find_sites(model) if site.recipe is not None]
-    if not found:
+    mlps = [mlp for mlp in find_swiglus(model) if "original" in mlp.module.__dict__]
+    if not found and not mlps:
         raise ValueError("no layer of this model is in FP8, so there is nothing to revert")
+    for mlp in mlps:
+        _check_unchanged(mlp.name, mlp.module, SwiGLU)
     for site, _ in found:
-        cls = type(site.module)
-        if isinstance(site.module, Float8Linear) and cls is not Float8Linear:
-            raise ValueError(
-                f"{title(site.name)} is of class {cls.__name__}, which something (fully_shard, "
-                "parametrize, ...) derived from Float8Linear; revert before that"
-            )
-        if cls is Float8Linear and "forward" in site.module.__dict__:
-            raise ValueError(
-                f"{title(site.name)} got a forward of its own after convert, which may call that "
-                "of Float8Linear; take it off before revert"
-            )
+        if isinstance(site.module, Float8Linear):
+            _check_unchanged(site.name, site.module, Float8Linear)
         if site.refusal == SHARDED:
             raise ValueError(
                 f"{title(site.name)} has a sharded Float8Weight; revert before fully_shard"
             )
-    _change_all(found, _leave)
+    todo = [(mlp.name, partial(_take_apart, mlp)) for mlp in mlps]
+    todo += [(site.name, partial(_leave, site, recipe)) for site, recipe in found]
+    _change_all(todo)
     for module in model.modules():
         _reasons.pop(module, None)
     return model
+
+
+def _check_unchanged(name: str, module: nn.Module, made: type[nn.Module]) -> None:
+    """Raise ValueError if something was built on a module that convert gave the class ``made``."""
+    if type(module) is not made:
+        raise ValueError(
+            f"{title(name)} is of class {type(module).__name__}, which something (fully_shard, "
+            f"parametrize, ...) derived from {made.__name__}; revert before that"
+        )
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"{title(name)} got a forward of its own after convert, which may call that of "
+            f"{made.__name__}; take it off before revert"
+        )
 
 
 @dataclass(frozen=True)
@@ -343,7 +439,7 @@ class Layer:
         recipe: its name; None in high precision.
         last_run: implementations that forward, dgrad and wgrad took when last run or traced; None
             before, and in high precision.
-        note: why it is in high precision, or advice; else "".
+        note: why it is in high precision, the SwiGLU layer that it is part of, advice; else "".
     """
 
     name: str
@@ -378,7 +474,7 @@ def summary(model: nn.Module) -> Summary:
     """Every layer of ``model`` that multiplies a weight: its recipe and what its GEMMs took when
     they last ran, or why it stays in high precision."""
     check_module(model, "summary")
-    layers = []
+    layers, mlps = [], _notes_on_mlps(model)
     for site in find_sites(model):
         weight, recipe = site.weight, site.recipe
         shape = () if weight is None or is_lazy(weight) else tuple(weight.shape)
@@ -394,9 +490,24 @@ def summary(model: nn.Module) -> Summary:
             continue
         wrapped = float8_weight(weight)
         holder: Any = site.module if wrapped is None else wrapped
-        note = "" if weight is None else _advice(shape, recipe, weight.device)
+        advice = "" if weight is None else _advice(shape, recipe, weight.device)
+        note = "; ".join(filter(None, (mlps.get(site.module, ""), advice)))
         layers.append(Layer(site.name, shape, recipe.name, holder.last_run, note))
     return Summary(tuple(layers))
+
+
+def _notes_on_mlps(model: nn.Module) -> dict[nn.Module, str]:
+    """Of each layer of a SwiGLU layer, whether it is part of one call."""
+    notes: dict[nn.Module, str] = {}
+    for mlp in find_swiglus(model):
+        if isinstance(mlp.module, SwiGLU):
+            why = mlp.refusal or mlp.module.obstacle()
+        else:
+            why = _reasons.get(mlp.module, {}).get("", "not converted")
+        note = f"fused in {mlp.name!r}" if why is None else f"{mlp.name!r} is not fused: {why}"
+        layers = (mlp.module._modules.get(name) for name in mlp.names[:3])
+        notes.update((layer, note) for layer in layers if layer is not None)
+    return notes
 
 
 # Sizes [N, K] up to which FP8 does not beat BF16, by the block of x. Measured on H100 by torchao's

@@ -107,9 +107,7 @@ class _Linear(torch.autograd.Function):
             y_MN = multiply_parts(x, w, forward, dtype)
         if needs_gw and wgrad is None:
             x_t = x_MK, None
-        if not needs_gx:
-            w_t = None, None
-        ctx.save_for_backward(*x_t, *w_t)
+        ctx.save_for_backward(*x_t, *(w_t if needs_gx else (None, None)))
         ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_NK.dtype
         return y_MN
 
@@ -124,9 +122,8 @@ class _Linear(torch.autograd.Function):
                 "need one in high precision"
             )
         x, x_scale, w, w_scale = ctx.saved_tensors
-        dtype = ctx.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
-        _, dgrad, wgrad = ctx.plans
+        dtype, (_, dgrad, wgrad) = ctx.dtype, ctx.plans
         g, g_t = cast_layouts(
             g_MN,
             dgrad.a if needs_gx and dgrad is not None else None,
@@ -218,6 +215,12 @@ def fold(x: Tensor) -> Tensor:
     return x.reshape(tokens, x.shape[-1])
 
 
+def unfold(y_MN: Tensor, x: Tensor) -> Tensor:
+    """y with x's leading dimensions. To autograd it is no view, of which FSDP2 would warn."""
+    y: Tensor = torch.ops.aten._unsafe_view(y_MN, (*x.shape[:-1], y_MN.shape[1]))
+    return y
+
+
 def check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.dtype not in HIGH_PRECISION or weight.dtype not in HIGH_PRECISION:
         raise ValueError(
@@ -257,7 +260,7 @@ def _linear(
         _keep_whole()
     save_weight = recipe.weight_for_dgrad == "save"
     y_MN = _Linear.apply(fold(x), weight, plans, save_weight, *cached)  # type: ignore[no-untyped-call]
-    y: Tensor = y_MN.reshape(*x.shape[:-1], weight.shape[0])
+    y = unfold(y_MN, x)
     return y if bias is None else (y + bias).to(y.dtype)
 
 

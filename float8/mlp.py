@@ -20,8 +20,19 @@ from torch import Tensor, nn
 
 from .kernels import fused as _fused  # noqa: F401 (registers)
 from .kernels.quantize import CastPlan
-from .linear import Parts, cast_layouts, fold, kept_whole, linear, multiply_parts, operands
-from .recipe import ROWWISE, Plan, Recipe, check_recipe
+from .linear import (
+    Float8Linear,
+    cast_layouts,
+    fold,
+    kept_whole,
+    linear,
+    multiply_parts,
+    operands,
+    unfold,
+    weight_for_dgrad,
+    weight_layouts,
+)
+from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
 
 _Settings = tuple[Any, Any, Any]
@@ -56,6 +67,7 @@ class _SwigluMLP(torch.autograd.Function):
         up_FD: Tensor,
         down_DF: Tensor,
         rules: Rules,
+        *cached: Any,  # FP8 copies of each weight and of its transpose, or Nones
     ) -> Tensor:
         dtype, (forward, dgrad, wgrad, save_weights, eps) = x_MD.dtype, rules
         needs = ctx.needs_input_grad
@@ -71,8 +83,12 @@ class _SwigluMLP(torch.autograd.Function):
             z, z_t = tuple(parts[:2]), tuple(parts[2:])
         into_x, into_hidden = any(needs[:2]), any(needs[:4])  # where gradients pass through
         (w_gate, gate_t), (w_up, up_t), (w_down, down_t) = (
-            cast_layouts(w, forward.b, dgrad.b if save_weights and into else None)
-            for w, into in ((gate_FD, into_x), (up_FD, into_x), (down_DF, into_hidden))
+            weight_layouts(w, forward.b, dgrad.b, save_weights and into, copies)
+            for w, into, copies in (
+                (gate_FD, into_x, cached[:2]),
+                (up_FD, into_x, cached[2:4]),
+                (down_DF, into_hidden, cached[4:]),
+            )
         )
         gate_MF = multiply_parts(z, w_gate, forward, dtype)
         up_MF = multiply_parts(z, w_up, forward, dtype)
@@ -82,8 +98,6 @@ class _SwigluMLP(torch.autograd.Function):
         y_MD = multiply_parts(tuple(h), w_down, forward, dtype)
 
         nothing = (None, None)
-        if not save_weights:
-            gate_t, up_t, down_t = (gate_FD, None), (up_FD, None), (down_DF, None)
         ctx.save_for_backward(
             *((x_MD, norm_D, rstd_M) if eps is not None and into_x else (None, *nothing)),
             *(z_t if keep_z is not None else nothing),
@@ -117,7 +131,7 @@ class _SwigluMLP(torch.autograd.Function):
         if needs[4]:
             g_down = multiply_parts(gy_t, h_t, wgrad, dtype).to(ctx.w_dtypes[2])
         if into_hidden:
-            w_down = _for_dgrad(weights[2], dgrad)
+            w_down = weight_for_dgrad(weights[2], dgrad)
             gh_MF = multiply_parts(gy, w_down, dgrad, dtype)
             # Of gate and of up, stacked.
             g, g_scale, g_t, g_t_scale = torch.ops.float8.swiglu_backward_quantize(
@@ -134,18 +148,12 @@ class _SwigluMLP(torch.autograd.Function):
                 g_up = multiply_parts((g_t[1], g_t_scale[1]), z_t, wgrad, dtype)
                 g_up = g_up.to(ctx.w_dtypes[1])
             if into_x:
-                w_gate, w_up = (_for_dgrad(w, dgrad) for w in weights[:2])
+                w_gate, w_up = (weight_for_dgrad(w, dgrad) for w in weights[:2])
                 g_x = multiply_parts((g[0], g_scale[0]), w_gate, dgrad, dtype)
                 g_x = g_x + multiply_parts((g[1], g_scale[1]), w_up, dgrad, dtype)
                 if x_MD is not None:
                     g_x, g_norm = rms_norm_backward(g_x, x_MD, rstd_M, norm_D)
-        return g_x, g_norm, g_gate, g_up, g_down, None
-
-
-def _for_dgrad(weight: Sequence[Any], dgrad: Plan) -> Parts:
-    """A saved weight's FP8 copy for dgrad: the saved one, or one of the parameter."""
-    w, scale = weight
-    return cast_layouts(w, None, dgrad.b)[1] if scale is None else (w, scale)
+        return g_x, g_norm, g_gate, g_up, g_down, *[None] * 7
 
 
 _keep_whole = kept_whole(_SwigluMLP)
@@ -201,17 +209,29 @@ def swiglu_mlp(
         ValueError, NotImplementedError: as ``float8.linear``.
     """
     check_recipe(recipe)
+    weights = w_gate, w_up, w_down
+    return _swiglu_mlp(x, weights, recipe, recipe.plan(x.device), norm_weight, eps)
+
+
+def _swiglu_mlp(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    recipe: Recipe,
+    plans: Plans,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    cached: Sequence[Any] = (None,) * 6,
+) -> Tensor:
     refuse_functorch("float8.swiglu_mlp", "float8.revert(model) first")
     if norm_weight is not None and eps is None:
         eps = torch.finfo(torch.float32).eps
-    plans = recipe.plan(x.device)
+    w_gate, w_up, w_down = weights
     forward, dgrad, wgrad = plans
-    plain = all(type(w) in (Tensor, nn.Parameter) for w in (w_gate, w_up, w_down))
+    plain = all(type(t) in (Tensor, nn.Parameter) for t in (x, *weights))
     if forward is None or dgrad is None or wgrad is None or not plain:
         z = x if eps is None else F.rms_norm(x, x.shape[-1:], norm_weight, eps)
         gate, up = (linear(z, w, recipe=recipe) for w in (w_gate, w_up))
-        hidden = F.silu(gate.to(torch.float32)) * up.to(torch.float32)
-        return linear(hidden.to(gate.dtype), w_down, recipe=recipe)
+        return linear(silu_times(gate, up), w_down, recipe=recipe)
     x, _ = operands(x, w_gate, None)
     if w_up.shape != w_gate.shape or w_down.shape != w_gate.shape[::-1]:
         raise ValueError(
@@ -222,12 +242,124 @@ def swiglu_mlp(
         operands(x, w, None)
     if torch.compiler.is_compiling():
         _keep_whole()
-    y_MD: Tensor = _SwigluMLP.apply(  # type: ignore[no-untyped-call]
-        fold(x),
-        norm_weight,
-        w_gate,
-        w_up,
-        w_down,
-        Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save", eps),
-    )
-    return y_MD.reshape(x.shape)
+    rules = Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save", eps)
+    y_MD: Tensor = _SwigluMLP.apply(fold(x), norm_weight, *weights, rules, *cached)  # type: ignore[no-untyped-call]
+    return unfold(y_MD, x)
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` in float32, rounded once to gate's dtype."""
+    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+
+
+class SwiGLU(nn.Module):
+    """``down_proj(silu(gate_proj(z)) * up_proj(z))`` with z = norm(x) if there is a norm, else x:
+    three ``Float8Linear``s without bias, run as one by ``swiglu_mlp``. Its parameters are plain,
+    and so is its state dict, whose names are those of Hugging Face's MLPs.
+
+    ``float8.convert`` turns MLPs that it knows into one by their class alone. What is one stays one
+    call only as long as nothing would be skipped: with a hook on one of the layers, an adapter in
+    its place, recipes that differ or have a GEMM in high precision, the layers are called one by
+    one, for the same result.
+
+    Args:
+        dim, hidden: D and F.
+        device, dtype: of the parameters, as ``nn.Linear`` takes them.
+        recipe: of the three layers; later, each layer's own ``recipe`` counts.
+        norm_eps: that of an ``nn.RMSNorm``, ``norm``, before the layer; None for no norm.
+
+    Raises:
+        ValueError: ``recipe`` is no Recipe.
+    """
+
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # "norm", if there is one
+    original: type[nn.Module] | None = None  # the class that float8.convert found
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe = ROWWISE,
+        norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        if norm_eps is not None:
+            self.names = (*self.names, "norm")
+            self.norm = nn.RMSNorm(dim, norm_eps, device=device, dtype=dtype)
+        self.gate_proj = Float8Linear(dim, hidden, False, device, dtype, recipe=recipe)
+        self.up_proj = Float8Linear(dim, hidden, False, device, dtype, recipe=recipe)
+        self.down_proj = Float8Linear(hidden, dim, False, device, dtype, recipe=recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down, norm = self.layers()
+        if self.obstacle() is not None:
+            z = x if norm is None else norm(x)
+            y: Tensor = down(silu_times(gate(z), up(z)))
+            return y
+        plans = gate.recipe.plan(x.device)
+        cached = (*gate.begin(plans), *up.begin(plans), *down.begin(plans))
+        norm_weight = eps = None
+        if norm is not None:
+            norm_weight, eps = norm.weight, norm.eps
+            eps = torch.finfo(torch.float32).eps if eps is None else eps
+        weights = gate.weight, up.weight, down.weight
+        return _swiglu_mlp(x, weights, gate.recipe, plans, norm_weight, eps, cached)
+
+    def layers(self) -> tuple[Any, Any, Any, Any]:
+        """Those of gate, up and down, and the norm or None."""
+        gate, up, down, *norm = (self._modules[name] for name in self.names)
+        return gate, up, down, norm[0] if norm else None
+
+    def obstacle(self) -> str | None:
+        """Why the layers are called one by one; None where they are one call."""
+        recipes = [getattr(layer, "recipe", None) for layer in self.layers()[:3]]
+        return obstacle(self, self.names, recipes)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """That of the gate; None after ``float8.revert``."""
+        return getattr(self.layers()[0], "recipe", None)
+
+    @property
+    def last_run(self) -> tuple[str, str, str] | None:
+        """As of ``Float8Linear``."""
+        return getattr(self.layers()[2], "last_run", None)
+
+    def extra_repr(self) -> str:
+        of = "" if self.original is None else f"of {self.original.__name__}, "
+        return f"{of}recipe={'none' if self.recipe is None else self.recipe.name}"
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its class's forward."""
+    hooks = module._forward_pre_hooks or module._forward_hooks
+    hooks = hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(hooks) or "forward" in module.__dict__
+
+
+def obstacle(
+    module: nn.Module, names: Sequence[str], recipes: Sequence[Recipe | None]
+) -> str | None:
+    """Why the layers ``names`` of a module, as in ``SwiGLU.names``, cannot run as one, if the first
+    three have these recipes; None where they can."""
+    for name, child in module._modules.items():
+        if child is not None and _does_more(child):
+            return f"{name} has hooks, or a forward of its own, which would be skipped"
+    for name, recipe in zip(names, recipes, strict=False):
+        layer: Any = module._modules[name]
+        if type(layer) not in (nn.Linear, Float8Linear) or layer._parameters["bias"] is not None:
+            return f"{name} is no nn.Linear without bias"
+        if recipe is None:
+            return f"{name} is in high precision"
+        if recipe != recipes[0]:
+            return f"{names[0]} and {name} have different recipes"
+    if (recipe := recipes[0]) and None in (recipe.forward, recipe.dgrad, recipe.wgrad):
+        return f"the recipe {recipe.name} leaves a GEMM in high precision"
+    for name in names[3:]:
+        norm = module._modules[name]
+        if type(norm) is not nn.RMSNorm or len(norm.normalized_shape) != 1:
+            return f"{name} is no nn.RMSNorm of one dimension"
+    return None

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .linear import Float8Linear
+from .mlp import SwiGLU
 from .recipe import Recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
 from .weight import Float8Weight
@@ -29,6 +30,8 @@ SHARDED = "its weight is sharded already: convert before that"
 _TIED = "it is tied to a parameter of another module, which would meet the Float8Weight too"
 _OTHERS = ("torch.", "torchao.", "bitsandbytes.")  # whose linear layers quantise by themselves
 STATE = ("recipe", "last_run", "cached")  # what Float8Linear keeps on an instance
+SWIGLU_STATE = ("names", "original")  # and SwiGLU
+_TRANSFORMERS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")  # SwiGLU layers, if SiLU is set
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _CONTAINERS = (  # classes of torch that leave the use of parameters to others
     nn.Module,
@@ -114,6 +117,64 @@ def find_sites(model: nn.Module) -> list[Site]:
             known_here = (*full, local, *known)
             sites.append(Site(full[0], known_here, module, local, kind, False, refusal))
     return sites
+
+
+@dataclass(frozen=True)
+class SwigluSite:
+    """A module that is a SwiGLU layer, and may become one call."""
+
+    name: str
+    module: nn.Module
+    names: tuple[str, ...]  # of its layers, as in ``SwiGLU.names``
+    refusal: str | None  # why it cannot, whatever recipes its layers have
+
+
+def find_swiglus(model: nn.Module) -> list[SwigluSite]:
+    """Every SwiGLU layer that is known to be one: a ``SwiGLU``, an MLP of Hugging Face's
+    transformers, or a module whose very class names its layers in ``float8_swiglu``."""
+    found = []
+    for name, module in model.named_modules():
+        cls = type(module)
+        declared = vars(cls).get("float8_swiglu")
+        foreign = (
+            cls.__module__.startswith("transformers.models.") and cls.__name__ in _TRANSFORMERS
+        )
+        if isinstance(module, SwiGLU):
+            names = module.names
+        elif foreign:
+            names = SwiGLU.names
+        elif isinstance(declared, tuple) and len(declared) in (3, 4):
+            names = declared
+        else:
+            continue
+        refusal = _refuse_swiglu(module, names, foreign)
+        found.append(SwigluSite(name, module, names, refusal))
+    return found
+
+
+def _refuse_swiglu(module: nn.Module, names: Sequence[str], foreign: bool) -> str | None:
+    missing = [name for name in names if module._modules.get(name) is None]
+    if missing:
+        return f"it has no layer {missing[0]!r}"
+    if not isinstance(module, SwiGLU):
+        taken = [name for name in ("recipe", "last_run", *SWIGLU_STATE) if name in module.__dict__]
+        if "forward" in module.__dict__:
+            return "its instance has a forward of its own"
+        if taken:
+            return f"it has an attribute {taken[0]!r} of its own, a name that SwiGLU uses"
+    if foreign:
+        act, forward = getattr(module, "act_fn", None), type(module).forward
+        if not isinstance(act, nn.SiLU):
+            return f"its activation is {type(act).__name__}, not SiLU"
+        if forward.__module__ != type(module).__module__:
+            return f"its class has a forward of {forward.__module__}"
+    gate, up, down = shapes = [
+        (getattr(layer, "in_features", 0), getattr(layer, "out_features", 0))
+        for layer in (module._modules[name] for name in names[:3])
+    ]
+    if not gate == up == down[::-1]:
+        return f"its layers, of {shapes[0]}, {shapes[1]} and {shapes[2]} features, make no SwiGLU"
+    return None
 
 
 def _dots(name: str) -> list[int]:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 import float8
-from float8 import RECIPES, ROWWISE, Float8Linear, Recipe, assume_device
+from float8 import RECIPES, ROWWISE, Float8Linear, Recipe, SwiGLU, assume_device, swiglu_mlp
 from float8.cache import CachedWeight
 from float8.testing import assert_same_bytes, deterministic, needs, saved_bytes, sqnr
 
@@ -364,6 +364,118 @@ def test_cached_weights_in_a_graph() -> None:
     assert_all_same(step(layer, x, call), expected)
     layer.cached = None
     assert_all_same(step(layer, x, call), expected)
+
+
+# ---- the SwiGLU layer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_eps", [None, 1e-5], ids=["", "norm"])
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), SAVE, OFF], ids=lambda r: r.name)
+def test_a_swiglu_layer_has_eagers_bits(recipe: Recipe, norm_eps: float | None) -> None:
+    layer = SwiGLU(64, 96, dtype=torch.bfloat16, recipe=recipe, norm_eps=norm_eps)
+    x = torch.randn(5, 7, 64, dtype=torch.bfloat16)
+    expected = step(layer, x)
+    ran, layer.down_proj.last_run = layer.last_run, None
+    assert_all_same(step(layer, x, compiled(layer)), expected)
+    assert ran == layer.last_run is not None  # recorded, without a graph break
+
+
+def test_a_swiglu_function_has_eagers_bits_under_autocast() -> None:
+    layer, x = SwiGLU(64, 96, norm_eps=1e-5), torch.randn(33, 64)
+
+    def call(x: Tensor) -> Tensor:
+        gate, up, down = (m.weight for m in (layer.gate_proj, layer.up_proj, layer.down_proj))
+        return swiglu_mlp(x, gate, up, down, norm_weight=layer.norm.weight, eps=1e-5)
+
+    for dtype in (None, torch.bfloat16):
+        expected = step(layer, x, autocast=dtype)
+        assert_all_same(step(layer, x, compiled(call), dtype), expected)
+
+
+@NAMED
+def test_a_swiglu_layer_with_symbolic_sizes(recipe: Recipe) -> None:
+    layer = SwiGLU(64, 48, dtype=torch.bfloat16, recipe=recipe, norm_eps=1e-5)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(layer, counter, dynamic=True)
+    for tokens in (160, 135, 512, 257):
+        x = torch.randn(tokens, 64, dtype=torch.bfloat16)
+        assert_all_same(step(layer, x, call), step(layer, x))
+    # torch.compile begins anew, at the first call, where it made a symbol of the norm's eps.
+    assert counter.frame_count <= 2
+
+
+class Checkpointed(nn.Module):
+    """A SwiGLU layer and a residual connection, recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = SwiGLU(64, 96, dtype=torch.bfloat16, norm_eps=1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.mlp, x, use_reentrant=False)
+        return x + y
+
+
+def test_a_checkpointed_swiglu_layer_in_a_graph() -> None:
+    model = nn.Sequential(Checkpointed(), Checkpointed())
+    x = torch.randn(35, 64, dtype=torch.bfloat16, requires_grad=True)
+    call = compiled(model)
+    assert_all_same(step(model, x, call), step(model, x))
+    assert model[0].mlp.last_run == ("torch",) * 3
+    with saved_bytes() as total:
+        call(x)
+    assert total() <= 2 * x.nbytes
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, float8.BLOCKWISE, SAVE], ids=lambda r: r.name)
+def test_a_compiled_swiglu_layer_keeps_no_more_than_eager(recipe: Recipe) -> None:
+    layer = SwiGLU(128, 256, dtype=torch.bfloat16, recipe=recipe, norm_eps=1e-5)
+    x = torch.randn(16, 128, dtype=torch.bfloat16, requires_grad=True)
+    call = compiled(layer)
+    call(x)
+    totals = []
+    for f in (layer, call):
+        with saved_bytes() as total:
+            f(x)
+        totals.append(total())
+    assert totals[1] <= totals[0]
+
+
+def test_a_swiglu_layer_with_cached_weights_in_a_graph() -> None:
+    layer, x = SwiGLU(64, 48, recipe=float8.MXFP8), torch.randn(33, 64)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(layer, counter)
+    for _ in range(3):
+        expected = step(layer, x)
+        assert_all_same(step(layer, x, call), expected)
+        with float8.cached_weights(layer):
+            assert_all_same(step(layer, x, call), expected)
+        with torch.no_grad():
+            layer.up_proj.weight.mul_(1.5)
+    assert counter.frame_count == 2
+
+
+def test_a_swiglu_layer_that_comes_apart_compiles_again() -> None:
+    layer, x = SwiGLU(64, 48), torch.randn(33, 64)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = compiled(layer, counter)
+    for recipe in (ROWWISE, float8.MXFP8, OFF, ROWWISE, float8.MXFP8):
+        layer.up_proj.recipe = recipe
+        assert_all_same(step(layer, x, call), step(layer, x))
+    assert counter.frame_count == 3
+
+
+def test_inductor_gives_a_swiglu_layer_eagers_bits() -> None:
+    """But for the norm's gradient, which it fuses."""
+    for norm_eps in (None, 1e-5):
+        layer = SwiGLU(64, 96, dtype=torch.bfloat16, norm_eps=norm_eps)
+        x = torch.randn(3, 16, 64, dtype=torch.bfloat16)
+        got, expected = step(layer, x, compiled(layer, "inductor")), step(layer, x)
+        for i, (t, e) in enumerate(zip(got, expected, strict=True)):
+            if norm_eps is not None and i in (1, 2):
+                assert sqnr(t, e) > 40
+            else:
+                assert_same_bytes(t, e)
 
 
 # ---- inductor ----------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import copy
 import io
 import pickle
 import sys
+import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,12 +34,13 @@ from float8 import (
     TENSORWISE,
     Float8Linear,
     Recipe,
+    SwiGLU,
     cached_weights,
     quantize,
 )
 from float8.convert import Report, convert, revert, summary
 from float8.devices import describe
-from float8.testing import assert_same_bytes, needs
+from float8.testing import assert_same_bytes, needs, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -346,6 +349,7 @@ def test_arguments_of_the_wrong_kind() -> None:
         lambda: convert(Net(), keep="lm_head"),
         lambda: convert(Net(), keep=("lm_head", None)),  # type: ignore[arg-type]
         lambda: convert(Net(), experts=True),  # type: ignore[arg-type]
+        lambda: convert(Net(), fuse="mlp"),  # type: ignore[arg-type]
         lambda: summary(None),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
@@ -358,6 +362,7 @@ recipe has the keys [1]; patterns are strings
 keep='lm_head' must be a sequence of patterns: ('lm_head', 'blocks.0.*')
 keep=('lm_head', None) must be a sequence of patterns: ('lm_head', 'blocks.0.*')
 experts=True must be 'auto', False or a float8.Recipe
+fuse='mlp' must be True or False
 model is of type NoneType; summary takes an nn.Module""",  # noqa: E501
     )
 
@@ -1603,3 +1608,495 @@ def test_a_graph_that_waits_for_backward() -> None:
     revert(model)
     with pytest.raises(RuntimeError, match="swap_tensors"):  # torch's own refusal
         y.sum().backward()
+
+
+# --- SwiGLU layers
+
+MODELING = """
+import torch
+from torch import nn
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.gate_proj = nn.Linear(config["dim"], config["hidden"], bias=config.get("bias", False))
+        self.up_proj = nn.Linear(config["dim"], config["hidden"], bias=config.get("bias", False))
+        self.down_proj = nn.Linear(config["hidden"], config["dim"], bias=config.get("bias", False))
+        self.act_fn = config.get("act", nn.SiLU)()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PhiMLP(LlamaMLP):
+    pass
+
+
+class Qwen3MLP(LlamaMLP):
+    forward = torch.nn.Identity.forward
+"""
+
+
+class Imitation:
+    """A stand-in for a module of Hugging Face's transformers, under its name."""
+
+    name = "transformers.models.llama.modeling_llama"
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        module = types.ModuleType(self.name)
+        exec(MODELING, vars(module))
+        for name in ("transformers", "transformers.models", "transformers.models.llama"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+        patch.setitem(sys.modules, self.name, module)
+        self.module = module
+
+    def mlp(self, cls: str = "LlamaMLP", **config: Any) -> nn.Module:
+        mlp: nn.Module = getattr(self.module, cls)({"dim": 32, "hidden": 48, **config})
+        return mlp
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Imitation:
+    return Imitation(monkeypatch)
+
+
+class MLP(nn.Module):
+    """A user's own, that says what it is."""
+
+    float8_swiglu = ("w1", "w3", "w2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(k, n, bias=False) for k, n in ((32, 48), (48, 32), (32, 48))
+        )
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class NormedMLP(MLP):
+    float8_swiglu = ("w1", "w3", "w2", "norm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Undeclared(MLP):
+    """Its forward may be another one."""
+
+
+def mlp_step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+def near(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Up to casts that land on the next FP8 number, since silu's result is not rounded."""
+    return all(relative_error(t, e) < 1e-2 for t, e in zip(a, b, strict=True))
+
+
+FUSABLE = {
+    "llama": lambda llama: llama.mlp(),
+    "own": lambda _: MLP(),
+    "norm": lambda _: NormedMLP(),
+}
+EVERY_MLP = pytest.mark.parametrize("kind", FUSABLE)
+FP8_RECIPES = [recipe for recipe in RECIPES.values() if recipe.wgrad is not None]
+
+
+@EVERY_MLP
+@pytest.mark.parametrize("recipe", FP8_RECIPES, ids=lambda r: r.name)
+def test_a_swiglu_layer_becomes_one_call(kind: str, recipe: Recipe, llama: Imitation) -> None:
+    mlp = FUSABLE[kind](llama)
+    cls, parameters = type(mlp), dict(mlp.named_parameters())
+    before = {name: dict(vars(module)) for name, module in mlp.named_modules()}
+    hooked: list[int] = []
+    mlp.register_forward_hook(lambda *args: hooked.append(1))
+    names = cls.float8_swiglu if kind != "llama" else SwiGLU.names
+    apart = copy.deepcopy(mlp)
+    convert(apart, recipe, fuse=False)
+    x = torch.randn(2, 9, 32)
+
+    report = convert(mlp, recipe)
+    assert report.fused == {"": recipe.name}
+    assert sorted(report.converted) == sorted(names[:3])
+    assert type(mlp) is SwiGLU
+    assert dict(mlp.named_parameters()) == parameters
+    got, expected = mlp_step(mlp, x), mlp_step(apart, x)
+    assert near(got, expected)
+    assert all(layer.last_run for layer in summary(mlp).layers)
+    assert mlp.last_run == ("torch",) * 3
+    assert {type(t) for t in mlp.state_dict().values()} == {Tensor}
+    apart.load_state_dict(mlp.state_dict(), strict=True)
+    with Casts() as casts:
+        mlp(x)
+    assert not {(18, 48), (48, 18)} & set(casts.shapes)  # what is between is cast where it is made
+    assert casts.shapes[-3:] == [(48, 32), (48, 32), (32, 48)]
+    child = mlp.get_submodule(names[1])
+    assert type(child) is Float8Linear
+    assert_same_bytes(child(x), apart.get_submodule(names[1])(x))
+
+    hooked.clear()
+    mlp.zero_grad()
+    revert(mlp)
+    assert type(mlp) is cls
+    mlp(x)
+    assert hooked == [1]
+    mlp._forward_hooks.clear()
+    for name, module in mlp.named_modules():
+        assert {k: v for k, v in vars(module).items() if k != "calls"} == {
+            k: v for k, v in before[name].items() if k != "calls"
+        }
+    assert all(p is parameters[name] for name, p in mlp.named_parameters())
+
+
+def test_the_report_and_the_summary_of_swiglu_layers(llama: Imitation) -> None:
+    model = nn.ModuleDict({"a": llama.mlp(), "b": MLP(), "c": MLP(), "d": Undeclared()})
+    model["b"].w3.register_forward_hook(lambda *args: None)
+    report = convert(model, keep=("c.w2",))
+    assert_expected_inline(
+        str(report),
+        """\
+layer        as            recipe, or why not
+a.gate_proj  Float8Linear  rowwise
+a.up_proj    Float8Linear  rowwise
+a.down_proj  Float8Linear  rowwise
+b.w1         Float8Linear  rowwise
+b.w2         Float8Linear  rowwise
+b.w3         Float8Linear  rowwise
+c.w1         Float8Linear  rowwise
+c.w3         Float8Linear  rowwise
+d.w1         Float8Linear  rowwise
+d.w2         Float8Linear  rowwise
+d.w3         Float8Linear  rowwise
+a            SwiGLU        rowwise
+c.w2         -             kept by pattern 'c.w2'
+b            -             not fused: w3 has hooks, or a forward of its own, which would be skipped
+c            -             not fused: w2 is in high precision
+11 converted (11 Float8Linear, 0 Float8Weight), 1 skipped, 1 of 3 SwiGLU fused""",
+    )
+    model["a"](torch.randn(3, 32))
+    assert_expected_inline(
+        str(summary(model)),
+        """\
+layer        shape    recipe   forward    dgrad  wgrad  note
+a.gate_proj  48 x 32  rowwise  torch      torch  torch  fused in 'a'
+a.up_proj    48 x 32  rowwise  torch      torch  torch  fused in 'a'
+a.down_proj  32 x 48  rowwise  torch      torch  torch  fused in 'a'
+b.w1         48 x 32  rowwise  never run  -      -      'b' is not fused: w3 has hooks, or a forward of its own, which would be skipped
+b.w2         32 x 48  rowwise  never run  -      -      'b' is not fused: w3 has hooks, or a forward of its own, which would be skipped
+b.w3         48 x 32  rowwise  never run  -      -      'b' is not fused: w3 has hooks, or a forward of its own, which would be skipped
+c.w1         48 x 32  rowwise  never run  -      -      'c' is not fused: w2 is in high precision
+c.w2         32 x 48  -        -          -      -      kept by pattern 'c.w2'
+c.w3         48 x 32  rowwise  never run  -      -      'c' is not fused: w2 is in high precision
+d.w1         48 x 32  rowwise  never run  -      -
+d.w2         32 x 48  rowwise  never run  -      -
+d.w3         48 x 32  rowwise  never run  -      -
+11 of 12 in FP8, 8 of them never run""",  # noqa: E501
+    )
+    model["a"].gate_proj.register_forward_hook(lambda *args: None)
+    assert summary(model).layers[0].note.startswith("'a' is not fused: gate_proj has hooks")
+    revert(model)
+    assert [type(m).__name__ for m in model.values()] == ["LlamaMLP", "MLP", "MLP", "Undeclared"]
+    report = convert(model, fuse=False)
+    assert (report.fused, set(report.not_fused.values())) == ({}, {"fuse=False"})
+    assert type(model["c"]) is MLP
+    assert summary(model).fp8 == 12
+
+
+def test_swiglu_layers_that_stay_apart(llama: Imitation) -> None:  # noqa: C901
+    class Taken(MLP):
+        float8_swiglu = ("w1", "w3", "w2")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = ["x"]
+
+    class Misnamed(MLP):
+        float8_swiglu = ("w1", "w3", "w4")
+
+    class Swapped(MLP):
+        float8_swiglu = ("w1", "w2", "w3")
+
+    class HuggingFaceNorm(NormedMLP):
+        float8_swiglu = ("w1", "w3", "w2", "norm")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Identity()
+
+    def patched() -> nn.Module:
+        mlp = llama.mlp()
+        mlp.forward = lambda x, f=mlp.forward: f(x) * 2  # type: ignore[method-assign]
+        return mlp
+
+    def with_subclass() -> nn.Module:
+        mlp = MLP()
+        mlp.w1 = MyLinear(32, 48, bias=False)
+        return mlp
+
+    def hooked_activation() -> nn.Module:
+        mlp = llama.mlp()
+        mlp.act_fn.register_forward_hook(lambda *args: None)
+        return mlp
+
+    def tensor_parallel() -> nn.Module:
+        mlp = llama.mlp()
+        mlp.down_proj.register_forward_pre_hook(lambda *args: None)
+        return mlp
+
+    def double() -> nn.Module:
+        mlp = MLP()
+        mlp.w2.double()
+        return mlp
+
+    kinds: dict[str, nn.Module] = {
+        "bias": llama.mlp(bias=True),
+        "gelu": llama.mlp(act=nn.GELU),
+        "class forward": llama.mlp("Qwen3MLP"),
+        "instance forward": patched(),
+        "taken": Taken(),
+        "misnamed": Misnamed(),
+        "swapped": Swapped(),
+        "norm": HuggingFaceNorm(),
+        "subclass": with_subclass(),
+        "activation": hooked_activation(),
+        "hook": tensor_parallel(),
+        "double": double(),
+    }
+    texts, x = [], torch.randn(3, 32, requires_grad=True)
+    for name, mlp in kinds.items():
+        cls = type(mlp)
+        report = convert(mlp)
+        assert report.fused == {}
+        assert type(mlp) is cls
+        texts.append(f"{name}: {report.not_fused['']}")
+        if name not in ("misnamed", "double"):
+            mlp(x).sum().backward()
+    hp = convert(MLP(), ROWWISE_WGRAD_HP).not_fused[""]
+    mixed = convert(MLP(), {"w2": MXFP8, "*": ROWWISE}).not_fused[""]
+    assert_expected_inline(
+        "\n".join([*texts, f"hp: {hp}", f"mixed: {mixed}"]),
+        """\
+bias: gate_proj is no nn.Linear without bias
+gelu: its activation is GELU, not SiLU
+class forward: its class has a forward of torch.nn.modules.linear
+instance forward: its instance has a forward of its own
+taken: it has an attribute 'names' of its own, a name that SwiGLU uses
+misnamed: it has no layer 'w4'
+swapped: its layers, of (32, 48), (48, 32) and (32, 48) features, make no SwiGLU
+norm: norm is no nn.RMSNorm of one dimension
+subclass: w1 is no nn.Linear without bias
+activation: act_fn has hooks, or a forward of its own, which would be skipped
+hook: down_proj has hooks, or a forward of its own, which would be skipped
+double: w2 is in high precision
+hp: the recipe rowwise_wgrad_hp leaves a GEMM in high precision
+mixed: w1 and w2 have different recipes""",
+    )
+    for other in (Undeclared(), llama.mlp("PhiMLP")):
+        report = convert(other)
+        assert (report.fused, report.not_fused) == ({}, {})
+
+
+def test_copies_and_pickles_of_fused_layers(llama: Imitation) -> None:
+    for make in FUSABLE.values():
+        model, x = nn.Sequential(make(llama)), torch.randn(3, 32)
+        cls = type(model[0])
+        convert(model, BLOCKWISE)
+        y = model(x)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+            assert_same_bytes(twin(x), y)
+            assert type(twin[0]) is SwiGLU
+        twin = pickle.loads(pickle.dumps(model))
+        revert(twin)
+        assert type(twin[0]) is cls
+        assert type(model[0]) is SwiGLU
+
+
+def test_an_optimizer_tied_weights_and_a_shared_layer() -> None:
+    shared = MLP()
+    shared.w3.weight = shared.w1.weight
+    model = nn.Sequential(shared, MLP(), shared)
+    apart = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, apart)]
+    assert set(convert(model).fused) == {"0", "1"}
+    convert(apart, fuse=False)
+    x = torch.randn(9, 32)
+    for _ in range(2):
+        assert near(mlp_step(model, x), mlp_step(apart, x))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert model[0].w3.weight is model[2].w1.weight
+    revert(model)
+    assert type(model[2]) is MLP
+
+
+@EVERY_MLP
+def test_cached_weights_of_fused_layers(kind: str, llama: Imitation) -> None:
+    mlp, x = FUSABLE[kind](llama), torch.randn(9, 32)
+    convert(mlp, MXFP8)
+    expected = mlp_step(mlp, x)
+    with cached_weights(mlp), Casts() as casts:
+        for t, e in zip(mlp_step(mlp, x), expected, strict=True):
+            assert_same_bytes(t, e)
+        assert (48, 32) not in casts.shapes
+        with torch.no_grad():
+            next(iter(mlp.parameters())).mul_(2)
+            if kind == "norm":  # its weight is no FP8 copy
+                mlp.w2.weight.mul_(2)
+        raised(lambda: mlp(x), RuntimeError)
+
+
+def test_hooks_and_adapters_that_come_after_convert(llama: Imitation) -> None:
+    mlp, x = llama.mlp(), torch.randn(9, 32)
+    convert(mlp)
+    y, seen = mlp(x), []
+    handle = mlp.up_proj.register_forward_hook(lambda m, args, y: seen.append(y.shape))
+    assert_same_bytes(mlp(x), y)
+    assert seen == [(9, 48)]
+    handle.remove()
+    mlp.down_proj = Adapter(mlp.down_proj)
+    assert_same_bytes(mlp(x), y)
+    nn.init.ones_(mlp.down_proj.lora_B.weight)
+    assert not torch.equal(mlp(x), y)
+    mlp.down_proj = mlp.down_proj.base_layer
+    assert_same_bytes(mlp(x), y)
+
+
+def test_revert_of_fused_layers_refuses_what_was_built_on_top() -> None:
+    class Derived(SwiGLU):
+        pass
+
+    model = nn.Sequential(MLP(), MLP())
+    convert(model)
+    model[1].__class__ = Derived
+    messages = [raised(lambda: revert(model))]
+    model[1].__class__ = SwiGLU
+    model[0].forward = model[0].forward
+    messages.append(raised(lambda: revert(model)))
+    assert type(model[0].w1) is Float8Linear
+    del model[0].forward
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+Layer '1' is of class Derived, which something (fully_shard, parametrize, ...) derived from SwiGLU; revert before that
+Layer '0' got a forward of its own after convert, which may call that of SwiGLU; take it off before revert""",  # noqa: E501
+    )
+    revert(model[0].w1)  # a part of a part
+    x = torch.randn(3, 32)
+    assert "w1 is in high precision" in str(summary(model))
+    model(x).sum().backward()
+    for layer in (model[0].w2, model[0].w3):
+        revert(layer)
+    revert(model)
+    assert [type(m) for m in model] == [MLP, MLP]
+    assert convert(model).fused == {"0": "rowwise", "1": "rowwise"}
+
+
+def test_nothing_is_fused_when_a_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slotted(MLP):
+        __slots__ = ("x",)
+        float8_swiglu = ("w1", "w3", "w2")
+
+    model = nn.Sequential(MLP(), Slotted())
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    raised(lambda: convert(model), TypeError)  # such a class cannot be changed
+    assert [type(m) for m in model] == [MLP, Slotted]
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+
+
+def test_fused_layers_on_the_meta_device_and_under_functional_call() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(NormedMLP())
+    convert(model)
+    assert model(torch.empty(3, 32, device="meta")).shape == (3, 32)
+    model.to_empty(device="cpu")
+    source, x = nn.Sequential(NormedMLP()), torch.randn(3, 32)
+    convert(source)
+    model.load_state_dict(source.state_dict())
+    assert_same_bytes(model(x), source(x))
+    other = nn.Sequential(NormedMLP())
+    convert(other)
+    y = torch.func.functional_call(model, dict(other.named_parameters()), (x,))
+    assert_same_bytes(y, other(x))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_fused_layers_compile(backend: str, llama: Imitation) -> None:
+    model, x = nn.Sequential(llama.mlp(), MLP(), NormedMLP()), torch.randn(9, 32)
+    convert(model)
+    expected = mlp_step(model, x)
+    got = mlp_step(torch.compile(model, backend=backend, fullgraph=True), x)
+    for t, e in zip(got, expected, strict=True):
+        if backend == "aot_eager":
+            assert_same_bytes(t, e)
+        else:
+            assert relative_error(t, e) < 1e-2
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_fused_layers_fully_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    x = torch.randn(9, 32)
+    with one_process_group():
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(MLP(), MLP(), MLP())
+        convert(model)
+        expected = model(x)
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model[1].w3, mesh=mesh)  # which hooks gather: the others are called alone, too
+        fully_shard(model, mesh=mesh)
+        y = model(x)
+        assert_same_bytes(y, expected)
+        y.sum().backward()
+        notes = [layer.note for layer in summary(model).layers[::3]]
+        assert notes[0] == "fused in '0'"
+        assert notes[1].startswith("'1' is not fused: w3 has hooks")
+        assert "derived from SwiGLU" in raised(lambda: revert(model))
+
+        model = nn.Sequential(MLP(), MLP())
+        model.load_state_dict({k: v for k, v in model.state_dict().items()})
+        fully_shard(model, mesh=mesh)
+        assert set(convert(model).fused) == {"0", "1"}
+        model(x).sum().backward()
+        assert model[0].last_run == ("torch",) * 3
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_models_of_transformers(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        state = {key: t.clone() for key, t in model.state_dict().items()}
+        report = convert(model)
+        assert list(report.fused) == [f"model.layers.{i}.mlp" for i in range(2)]
+        tokens = torch.arange(24).reshape(2, 12)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        assert model.model.layers[0].mlp.last_run == ("torch",) * 3
+        assert model.state_dict().keys() == state.keys()
+        revert(model)
+        assert type(model.model.layers[0].mlp).__name__ == f"{name}MLP"
