@@ -37,7 +37,7 @@ from .devices import OPS, DeviceProfile, assume_device, describe, device_profile
 from .dispatch.matmul import multiply
 from .formats import E8M0, FORMATS, Float8Format, format_of
 from .kernels import quantize as cast
-from .kernels.matmul import IMPLEMENTATIONS, Operand
+from .kernels.matmul import IMPLEMENTATIONS, Operand, triton_refusal
 from .kernels.quantize import CastPlan
 from .recipe import RECIPES, Plan
 from .scaling import FULL, SCALE_MODES, Block, block_name, decode_scale, scale_dtype
@@ -338,11 +338,11 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def matmuls(device: torch.device, row: DeviceProfile, sizes: tuple[int, int, int]) -> list[Report]:
+def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int]) -> list[Report]:
     """Who multiplies in each recipe's three GEMMs for M tokens, N out and K in features. `row` is
     the device's profile, or the one that it would have if it were the assumed architecture."""
     real = row == device_profile(device)
-    m, n, k = sizes
+    m, n, k = mnk
     shapes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     found = []
     for recipe in RECIPES.values():
@@ -356,7 +356,9 @@ def matmuls(device: torch.device, row: DeviceProfile, sizes: tuple[int, int, int
             answers = {name: refuse(row, a, b) for name, refuse in IMPLEMENTATIONS.items()}
             # What `select` answered, and would answer there.
             impl = plan.impl if real else next(name for name in answers if answers[name] is None)
-            padded = impl != "torch" and any(size % row.alignment for size in shape[1:])
+            # The reference pads nothing, the Triton kernel the contraction alone.
+            sizes = {"torch": (), "triton": shape[2:]}.get(impl, shape[1:])
+            padded = any(size % row.alignment for size in sizes)
             refusals = {name: reason for name, reason in answers.items() if reason is not None}
             found.append({**entry, "impl": impl, "refusals": refusals, "padded": padded})
     return found
@@ -386,7 +388,7 @@ def examine(name: str, assumed: bool, sizes: tuple[int, int, int] | None) -> Rep
         "formats": {fmt.name: fmt.max for fmt in formats},
         "why": row.why,
         "native": [op for op in OPS if op in row.native],
-        "emulated": dict(row.refusals),
+        "not_native": dict(row.refusals),
         "casts_by_reference": list(casts),  # why; empty where Triton kernels cast
         "alignment_bytes": row.alignment,
         "alignment": row.alignment_note,
@@ -487,7 +489,7 @@ def _show_device(found: Report) -> list[str]:
     if found["assumed"]:
         native += ". This is what the architecture has; here it is assumed, and all is emulated."
     lines.append(_paragraph("native", native))
-    lines += _lines("emulated", _by_reason(found["emulated"]) or ["nothing"])
+    lines += _lines("not native", _by_reason(found["not_native"]) or ["nothing"])
     why = " ".join(found["casts_by_reference"])
     lines.append(_paragraph("casts", f"the PyTorch reference: {why}" if why else "Triton kernels"))
     lines.append(_paragraph("alignment", f"{found['alignment_bytes']} bytes: {found['alignment']}"))
@@ -517,6 +519,24 @@ def render(found: Report) -> str:
     return "\n".join(lines)
 
 
+# A product of each mode of torch's: blocks of a and b, dtype of their scales.
+_PRODUCTS: dict[str, tuple[Block, Block, torch.dtype]] = {
+    "mm_tensorwise": ((FULL, FULL), (FULL, FULL), torch.float32),
+    "mm_rowwise": ((1, FULL), (FULL, 1), torch.float32),
+    "mm_blockwise": ((1, 128), (128, 128), torch.float32),
+    "mm_mx": ((1, 32), (32, 1), E8M0.dtype),
+}
+
+
+def _triton_multiplies(row: DeviceProfile, op: str, dtype: torch.dtype) -> bool:
+    if op not in _PRODUCTS:
+        return False
+    block_a, block_b, scale = _PRODUCTS[op]
+    return (
+        triton_refusal(row, Operand(dtype, block_a, scale), Operand(dtype, block_b, scale)) is None
+    )
+
+
 def support_table() -> str:
     """docs/support.md: what `float8.devices` knows of every architecture."""
     rows = [describe(arch) for arch in devices._TABLE]
@@ -524,13 +544,14 @@ def support_table() -> str:
     reasons: dict[str, int] = {}
     table = [head, ["---"] * len(head)]
     for row in rows:
+        with assume_device(row.arch):
+            e4m3, e5m2 = format_for("cpu", "e4m3"), format_for("cpu", "e5m2")
         cells = []
         for op in OPS:
             reason = row.refusal(op)
             note = None if reason is None else reasons.setdefault(reason, len(reasons) + 1)
-            cells.append("native" if note is None else f"[{note}]")
-        with assume_device(row.arch):
-            e4m3, e5m2 = format_for("cpu", "e4m3"), format_for("cpu", "e5m2")
+            ours = "triton " if _triton_multiplies(row, op, e4m3.dtype) else ""
+            cells.append("native" if note is None else f"{ours}[{note}]")
         formats = [f"{fmt.name}, {fmt.max:g}" for fmt in (e4m3, e5m2)]
         table.append([row.arch, *formats, *cells, str(row.alignment)])
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
@@ -547,8 +568,9 @@ compares the two. What was run on hardware, and what only compiled, is in the RE
 For each architecture: its two formats with their largest numbers, and which ops are native there.
 `convert` is instructions that round to FP8; `mm_*` are torch's `scaled_mm` with one scale per
 tensor, per row, per block of 128 or per MX block of 32; `grouped` is its `scaled_grouped_mm` with
-one scale per row. What is not native is emulated, in the same formats and blocks. The alignment, in
-bytes, is that of N and of the contraction in a native product; other sizes are padded inside.
+one scale per row. Where it says `triton`, this library's Triton kernel multiplies instead. The rest
+is emulated, in the same formats and blocks. The alignment, in bytes, is that of N and of the
+contraction in a native product; other sizes are padded inside.
 
 `python -m float8 doctor` says the same of the devices of a machine, less what its build of torch
 lacks, and tests them. With `--matmul M N K` it says who multiplies in each recipe, and why not

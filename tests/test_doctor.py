@@ -229,7 +229,7 @@ def test_json_is_one_object(no_self_test: None, capsys: pytest.CaptureFixture[st
     assert [d["assumed"] for d in found["devices"]] == [False, True, True]
     assert found["devices"][1]["formats"] == {"e4m3fnuz": 240.0, "e5m2fnuz": 57344.0}
     for device in found["devices"]:
-        assert sorted([*device["native"], *device["emulated"]]) == sorted(OPS)
+        assert sorted([*device["native"], *device["not_native"]]) == sorted(OPS)
         assert len(device["matmul"]) == 3 * len(RECIPES)
         assert all(m["impl"] not in m["refusals"] for m in device["matmul"])
 
@@ -250,7 +250,7 @@ cpu
   formats       e4m3fn (maximum 448), e5m2 (maximum 57344). torch has no fast FP8 on a CPU. FP8 is
                 emulated in the FN formats.
   native        nothing
-  emulated      convert, mm_tensorwise, mm_rowwise, mm_blockwise, mm_mx, grouped: torch has no
+  not native    convert, mm_tensorwise, mm_rowwise, mm_blockwise, mm_mx, grouped: torch has no
                 fast FP8 on a CPU.
   casts         the PyTorch reference: torch has no fast FP8 on a CPU.
   alignment     1 bytes: Emulation takes every size.
@@ -270,7 +270,7 @@ gfx942 (assumed)
   formats       e4m3fnuz (maximum 240), e5m2fnuz (maximum 57344). gfx942 has the FNUZ formats.
   native        convert, mm_tensorwise, mm_rowwise, grouped. This is what the architecture has;
                 here it is assumed, and all is emulated.
-  emulated      mm_blockwise: torch multiplies 128-wide blocks on sm_90 only.
+  not native    mm_blockwise: torch multiplies 128-wide blocks on sm_90 only.
                 mm_mx: gfx942 has FNUZ FP8, and MX is made of OCP formats.
   casts         the PyTorch reference: gfx942 is assumed; PyTorch's reference runs.
   alignment     16 bytes: K and N are multiples of 16; with MX blocks M is too, and K is a
@@ -298,7 +298,7 @@ def test_every_architecture_can_be_assumed(no_self_test: None) -> None:
     for device in found["devices"][1:]:
         row = describe(device["arch"])
         assert (set(device["native"]), device["why"]) == (row.native, row.why)
-        assert device["emulated"] == dict(row.refusals)
+        assert device["not_native"] == dict(row.refusals)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -324,7 +324,9 @@ def test_an_assumed_architecture_says_what_it_would_choose() -> None:
         found = doctor.matmuls(cpu, describe("sm_90"), (512, 100, 768))
     chosen = {(entry["recipe"], entry["gemm"]): entry for entry in found}
     assert chosen["blockwise", "wgrad"]["impl"] != "torch"
-    assert chosen["mxfp8", "forward"]["impl"] == "torch"
+    assert chosen["mxfp8", "forward"]["impl"] == "triton"
+    assert not chosen["mxfp8", "forward"]["padded"]  # but for the contraction any size will do
+    assert chosen["mxfp8", "dgrad"]["padded"]
     assert chosen["tensorwise", "forward"]["shape"] == (512, 100, 768)
     assert chosen["tensorwise", "dgrad"]["shape"] == (512, 768, 100)
     assert chosen["tensorwise", "wgrad"]["shape"] == (100, 768, 512)
@@ -424,5 +426,10 @@ def test_support_tells_every_architecture_and_reason() -> None:
         profile = describe(row[0].removeprefix("| "))
         for op, cell in zip(OPS, row[3:-1], strict=True):
             reason = profile.refusal(op)
-            assert cell == "native" if reason is None else f"- {cell} {reason}" in text
+            note = cell.removeprefix("triton ")
+            assert cell == "native" if reason is None else f"- {note} {reason}" in text
+    ours = {row[0]: [cell for cell in row if cell.startswith("triton")] for row in rows}
+    assert {arch.removeprefix("| ") for arch, cells in ours.items() if cells} == {
+        "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950"
+    }  # fmt: skip
     assert "e4m3fnuz, 240" in text and math.isfinite(E4M3FN.max)

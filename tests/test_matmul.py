@@ -131,7 +131,7 @@ def _cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("impl", ["torch", "cublas"])
+@pytest.mark.parametrize("impl", ["torch", "cublas", "triton"])
 @pytest.mark.parametrize("blocks", [*NATIVE.values(), *ODD.values()], ids=[*NATIVE, *ODD])
 def test_empty_matrices(blocks: Blocks, impl: str, device: str) -> None:
     with deterministic():  # memory that nobody wrote would be NaN
@@ -301,13 +301,14 @@ def test_native_modes() -> None:
 CPU = torch.device("cpu")
 CHOICES = {
     "sm_80": "torch torch torch torch torch",
-    "sm_89": "cublas cublas torch torch cublas",
-    "sm_90": "cublas cublas cublas torch cublas",
-    "sm_100": "cublas cublas torch cublas cublas",
-    "sm_120": "cublas cublas torch cublas cublas",
+    "sm_89": "cublas cublas triton triton cublas",
+    "sm_90": "cublas cublas cublas triton cublas",
+    "sm_100": "cublas cublas triton cublas cublas",
+    "sm_120": "cublas cublas triton cublas cublas",
     "gfx90a": "torch torch torch torch torch",
     "gfx942": "torch torch torch torch torch",  # of FN operands
-    "gfx950": "cublas cublas torch torch cublas",
+    "gfx950": "cublas cublas triton triton cublas",
+    "gfx1201": "cublas torch torch torch torch",
     "cpu": "torch torch torch torch torch",
     "unknown": "torch torch torch torch torch",
 }
@@ -326,6 +327,8 @@ def test_gfx942_multiplies_fnuz(on: Callable[[str], None]) -> None:
     for kinds in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2")):
         assert select(CPU, *pair(NATIVE["tensor x tensor"], kinds, "fnuz")) == "cublas"
     assert select(CPU, *pair(NATIVE["row x row"], flavour="fnuz")) == "cublas"
+    for name in ("1x128 x 128x128", "mx"):
+        assert select(CPU, *pair(NATIVE[name], flavour="fnuz")) == "triton"
 
 
 def test_every_refusal_gives_its_reason(on: Callable[[str], None]) -> None:
@@ -352,7 +355,6 @@ def test_every_refusal_gives_its_reason(on: Callable[[str], None]) -> None:
     lines = []
     for arch, operand_pair in cases:
         on(arch)
-        assert select(CPU, *operand_pair) == "torch"
         assert select(CPU, *operand_pair, impl="torch") == "torch"
         with pytest.raises(
             ValueError, match="impl='cublas' cannot multiply these operands: "
@@ -363,27 +365,82 @@ def test_every_refusal_gives_its_reason(on: Callable[[str], None]) -> None:
             str(refusal.value),
         )
         assert reason is not None
-        lines.append(f"{arch}: {reason[1]}")
+        lines.append(f"{arch}, so {select(CPU, *operand_pair)}: {reason[1]}")
     expecttest.assert_expected_inline(
         wrapped(*lines),
         """\
-sm_90: torch's scaled_mm has no mode for blocks (3, 5) times (5, 2) with scales
+sm_90, so torch: torch's scaled_mm has no mode for blocks (3, 5) times (5, 2) with scales
     torch.float32 and torch.float32
-sm_90: torch's scaled_mm has no mode for blocks (1, 32) times (32, 1) with scales
+sm_90, so triton: torch's scaled_mm has no mode for blocks (1, 32) times (32, 1) with scales
     torch.float32 and torch.float32
-sm_90: torch multiplies MX blocks on sm_100, sm_103, sm_120, gfx950
-sm_90: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz
-sm_90: cuBLASLt does not multiply e5m2 by e5m2
-sm_100: torch multiplies 128-wide blocks on sm_90 only
-sm_100: the rowwise kernel of sm_100 takes e4m3 times e4m3 only
-gfx942: gfx942 multiplies fnuz formats, these are e4m3fn and e4m3fn
-gfx942: gfx942 has FNUZ FP8, and MX is made of OCP formats
-gfx950: hipBLASLt's layout of MX scales depends on the ROCm version and was not run here
-gfx950: the rowwise kernel of gfx950 takes e4m3 times e4m3 only
-gfx1201: hipBLASLt's row scales are untested, and slow, on gfx12
+sm_90, so triton: torch multiplies MX blocks on sm_100, sm_103, sm_120, gfx950
+sm_90, so torch: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz
+sm_90, so triton: cuBLASLt does not multiply e5m2 by e5m2
+sm_100, so triton: torch multiplies 128-wide blocks on sm_90 only
+sm_100, so triton: the rowwise kernel of sm_100 takes e4m3 times e4m3 only
+gfx942, so torch: gfx942 multiplies fnuz formats, these are e4m3fn and e4m3fn
+gfx942, so triton: gfx942 has FNUZ FP8, and MX is made of OCP formats
+gfx950, so triton: hipBLASLt's layout of MX scales depends on the ROCm version and was not
+    run here
+gfx950, so triton: the rowwise kernel of gfx950 takes e4m3 times e4m3 only
+gfx1201, so torch: hipBLASLt's row scales are untested, and slow, on gfx12
+sm_80, so torch: sm_80 has no FP8 instructions; they start with sm_89
+cpu, so torch: torch has no fast FP8 on a CPU
+unknown, so torch: Unknown device: type 'meta'""",
+    )
+
+
+def test_what_the_triton_kernel_does_not_multiply(
+    on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expecttest = pytest.importorskip("expecttest")
+    row = pair(NATIVE["row x row"])
+    cases = [
+        ("sm_80", row),
+        ("gfx90a", row),
+        ("gfx1201", row),
+        ("cpu", row),
+        ("unknown", row),
+        ("sm_90", pair(NATIVE["mx"], flavour="fnuz")),
+        ("gfx942", row),
+        ("sm_90", pair(ODD["1x7 x 1x7"])),
+        ("sm_90", pair(((1, 128), (FULL, 1), "fp32"))),
+    ]
+    lines = []
+
+    def refused(arch: str, *operands: Operand) -> None:
+        with pytest.raises(ValueError, match="impl='triton' cannot") as refusal:
+            select(CPU, *operands, impl="triton")
+        reason = str(refusal.value).partition(": ")[2].removesuffix("; choose another, or None")
+        lines.append(f"{arch}: {reason}")
+
+    for arch, operand_pair in cases:
+        on(arch)
+        refused(arch, *operand_pair)
+    on("sm_90")
+    assert select(CPU, *row, impl="triton") == "triton"
+    with monkeypatch.context() as patch:
+        patch.setattr(matmul, "has_triton_package", lambda: False)
+        refused("sm_90", *row)
+        patch.setattr(matmul, "device_profile", float8.device_profile)
+        with float8.assume_device("sm_90"):
+            refused("sm_90", *row)
+    expecttest.assert_expected_inline(
+        wrapped(*lines),
+        """\
 sm_80: sm_80 has no FP8 instructions; they start with sm_89
+gfx90a: gfx90a has no FP8 instructions, gfx942 has
+gfx1201: the Triton kernel is made for gfx942 and gfx950 among AMD's GPUs
 cpu: torch has no fast FP8 on a CPU
-unknown: Unknown device: type 'meta'""",
+unknown: Unknown device: type 'meta'
+sm_90: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz
+gfx942: gfx942 multiplies fnuz formats, these are e4m3fn and e4m3fn
+sm_90: the Triton kernel takes blocks of 32, 64, 128 or FULL along the contraction, these
+    are (1, 7) times (7, 1)
+sm_90: the Triton kernel takes blocks of 32, 64, 128 or FULL along the contraction, these
+    are (1, 128) times (FULL, 1)
+sm_90: triton is not installed
+sm_90: sm_90 is assumed; PyTorch's reference runs""",
     )
 
 
@@ -393,7 +450,7 @@ def test_an_unknown_implementation_is_refused() -> None:
         select(CPU, *pair(NATIVE["mx"]), impl="cutlass")
     expecttest.assert_expected_inline(
         str(refusal.value),
-        """impl='cutlass' is unknown; choose one of cublas, torch, or None for the fastest""",
+        "impl='cutlass' is unknown; choose one of cublas, triton, torch, or None for the fastest",
     )
 
 
@@ -725,7 +782,7 @@ def test_nan_scales_and_tiny_scales_on_torchs_kernels(name: str) -> None:
 @needs("fp8")
 @pytest.mark.parametrize("name", ["tensor x tensor", "row x row"])
 def test_two_tiny_scales_on_torchs_kernels(name: str) -> None:
-    """Row scales meet the sum one by one. cuBLASLt multiplies two tensor scales first, here to 0."""
+    """Row scales meet the sum one by one. cuBLASLt multiplies tensor scales first, here to 0."""
     impl = select(torch.device("cuda"), *pair(NATIVE[name]))
     out = multiply(*tiny(name, "cuda"), torch.float32, impl)
     expected = 0.0 if name == "tensor x tensor" else 448.0**2 * 512 * 2.0**-160

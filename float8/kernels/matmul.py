@@ -8,8 +8,9 @@ Shape letters: M rows of a, N columns of b, K the contraction. a_MK is scaled by
     to out_dtype
 
 Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on
-    AMD); ``torch`` multiplies the dequantised operands in float32 on any device and is the
-    reference.
+    AMD); ``triton`` is this library's kernel for every GPU with FP8 matrix instructions and every
+    mode of scaling; ``torch`` multiplies the dequantised operands in float32 on any device and is
+    the reference.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 from ..devices import DeviceProfile, Op, device_profile
 from ..formats import E8M0, format_of
@@ -82,12 +84,14 @@ def select(device: torch.device, a: Operand, b: Operand, impl: str | None = None
             f"impl={impl!r} is unknown; choose one of {', '.join(refusals)}, or None for the "
             "fastest"
         )
-    if refusals[impl] is not None:
-        reason = str(refusals[impl]).rstrip(".")
-        raise ValueError(
-            f"impl={impl!r} cannot multiply these operands: {reason}; choose another, or None"
-        )
+    if (reason := refusals[impl]) is not None:
+        raise ValueError(_cannot(impl, reason))
     return impl
+
+
+def _cannot(impl: str, reason: str) -> str:
+    reason = reason.rstrip(".")
+    return f"impl={impl!r} cannot multiply these operands: {reason}; choose another, or None"
 
 
 @functools.cache
@@ -118,8 +122,8 @@ def _cublas_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | Non
         return _no_mode(a, b)
     if (reason := profile.refusal(cast(Op, f"mm_{mode}"))) is not None:
         return reason
-    if fmt_a.flavour != profile.flavour:
-        return f"{profile.arch} multiplies {profile.flavour} formats, these are {fmt_a} and {fmt_b}"
+    if (reason := _other_flavour(profile, a, b)) is not None:
+        return reason
     if profile.vendor == "nvidia" and fmt_a.kind == fmt_b.kind == "e5m2":
         return "cuBLASLt does not multiply e5m2 by e5m2"
     if (
@@ -142,11 +146,52 @@ def _cublaslt_scales_rows(profile: DeviceProfile) -> bool:
     return profile.refusal("mm_blockwise") is None
 
 
+def _other_flavour(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+    formats = format_of(a.dtype), format_of(b.dtype)
+    if all(fmt.flavour == profile.flavour for fmt in formats):
+        return None
+    these = " and ".join(map(str, formats))
+    return f"{profile.arch} multiplies {profile.flavour} formats, these are {these}"
+
+
+_TRITON_AMD = ("gfx942", "gfx950")  # gfx12 multiplies FP8 too; for it the kernel's tiles spill
+_TRITON_INNER = (32, 64, 128, FULL)  # sizes of a block along the contraction
+
+
+@functools.cache
+def triton_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+    """Why the Triton kernel does not multiply a by b on a device, None if it does. It takes blocks
+    of any number of rows."""
+    if (reason := profile.refusal("convert")) is not None:
+        return reason  # FP8 comes as a whole: those that convert to it multiply it
+    if (reason := _other_flavour(profile, a, b)) is not None:
+        return reason
+    if profile.vendor == "amd" and profile.arch not in _TRITON_AMD:
+        return f"the Triton kernel is made for {' and '.join(_TRITON_AMD)} among AMD's GPUs"
+    inner = a.block[1], b.block[0]
+    if inner[0] != inner[1] or inner[0] not in _TRITON_INNER:
+        return (
+            "the Triton kernel takes blocks of 32, 64, 128 or FULL along the contraction, these "
+            f"are {block_name(a.block)} times {block_name(b.block)}"
+        )
+    return None
+
+
+def _triton_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+    reason = triton_refusal(profile, a, b)
+    return reason if reason or has_triton_package() else "triton is not installed"
+
+
 def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     return None
 
 
-IMPLEMENTATIONS = {"cublas": _cublas_refusal, "torch": _never_refuses}
+# In the order in which they are preferred.
+IMPLEMENTATIONS = {
+    "cublas": _cublas_refusal,
+    "triton": _triton_refusal,
+    "torch": _never_refuses,
+}
 
 
 def scaled_mm(
@@ -172,15 +217,16 @@ def scaled_mm(
     Returns: [M, N] ``out_dtype``, contiguous; zeros where K is 0.
 
     Raises:
-        ValueError: shapes, devices, ``out_dtype`` or ``impl`` do not fit, or torch's scaled_mm has
-            no mode for these blocks.
+        ValueError: shapes, devices, ``out_dtype`` or ``impl`` do not fit, or that implementation
+            does not take these operands.
     """
     _check(a, b, scale_a, scale_b, out_dtype, impl)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     if impl == "torch":
         return scaled_mm_torch(a, b, scale_a, scale_b, block_a, block_b, out_dtype)
-    return _scaled_mm_cublas(a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum)
+    run = _scaled_mm_triton if impl == "triton" else _scaled_mm_cublas
+    return run(a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum)
 
 
 def _check(
@@ -232,7 +278,7 @@ def _scaled_mm_cublas(
     left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
     right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
     if (mode := native_mode(left, right)) is None:
-        raise ValueError(f"impl='cublas' cannot multiply these operands: {_no_mode(left, right)}")
+        raise ValueError(_cannot("cublas", _no_mode(left, right)))
     scales_rows = _cublaslt_scales_rows(device_profile(a.device))
     per_row = mode == "rowwise" and scales_rows
     if (mode == "tensorwise" or per_row) and _fits(a, b, scale_a, scale_b, per_row):
@@ -265,6 +311,38 @@ def _scaled_mm_cublas(
             output_dtype=native, use_fast_accum=fast_accum and not blocked,
         ).to(out_dtype)  # fmt: skip
     return out if out.shape == (m, n) else out[:m, :n].contiguous()
+
+
+def _scaled_mm_triton(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
+    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
+    if (reason := _triton_refusal(device_profile(a.device), left, right)) is not None:
+        raise ValueError(_cannot("triton", reason))
+    from .matmul_triton import multiply
+
+    args = _wide(a), _wide(b.t()).t(), scale_a, scale_b, left.block, right.block
+    if a.is_cuda and a.device.index != torch.cuda.current_device():
+        with torch.cuda.device(a.device):  # Triton launches on the current device
+            return multiply(*args, out_dtype, fast_accum)
+    return multiply(*args, out_dtype, fast_accum)
+
+
+def _wide(x_RK: Tensor) -> Tensor:
+    """x itself if it can be read 16 bytes at a time, along rows or columns, else a copy whose rows
+    are padded with zeros. The kernel reads either; bytes one by one take several times as long."""
+    strides = x_RK.stride()
+    other = strides[0] if strides[1] == 1 else strides[1] if strides[0] == 1 else 1
+    fits = (x_RK.shape[1] | other | x_RK.data_ptr()) % 16 == 0
+    return x_RK if fits else _aligned(x_RK, 1, 16)
 
 
 def _fits(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, per_row: bool) -> bool:

@@ -1,0 +1,302 @@
+"""Triton kernel of ``float8.kernels.matmul``: one body for every mode of scaling, on every GPU with
+FP8 matrix instructions.
+
+Letters: M rows of a, N columns of b, K the contraction. A program computes tiles of BM x BN, over
+BK of K at a time. A scale of a is for ROWS x INNER elements, one of b for INNER x COLUMNS; each is
+a size or FULL.
+
+    INNER is FULL      out = (sum over K of a b) * scale_a * scale_b
+    INNER is BK        out = sum over blocks of K of (sum within of a b) * scale_a * scale_b
+    A_FORMAT is given  the same for MX blocks, which the matrix instructions scale
+
+One scale after the other is multiplied in, since the product of two tiny ones may be zero; but
+where a tile shares one of two block scales the two are multiplied first. What has a product of
+scales below 2^-126 then loses precision, as float32 subnormals do.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..devices import DeviceProfile, device_profile
+from ..formats import format_of
+from ..scaling import FULL, Block, as_bytes
+from .matmul import Operand, native_mode
+from .quantize_triton import Launch, Matrices, multiprocessors
+
+_FULL = tl.constexpr(FULL)
+
+
+@triton.jit
+def _load_scales(
+    scale, start, stride, stride_k, k, LENGTH,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """float32 scales of the TILE rows (AXIS 0) or columns (AXIS 1) from ``start`` on, of block k of
+    the contraction, to multiply a tile by: a number if one block holds all of them, else [TILE, 1]
+    or [1, TILE]."""
+    scale += tl.cast(k, tl.int64) * stride_k
+    if BLOCK == _FULL:
+        s = _load_scale(scale, None)
+    elif BLOCK % TILE == 0:
+        s = _load_scale(scale + tl.cast(start // BLOCK, tl.int64) * stride, None)
+    else:
+        i = start + tl.arange(0, TILE)
+        s = _load_scale(scale + (i // BLOCK).to(tl.int64) * stride, i < LENGTH)
+        s = tl.expand_dims(s, 1 - AXIS)
+    return s
+
+
+@triton.jit
+def _load_scale(at, mask):
+    if at.dtype.element_ty == tl.uint8:  # codes of E8M0
+        code = tl.load(at, mask=mask, other=None if mask is None else 0).to(tl.int32)
+        bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        s = bits.to(tl.float32, bitcast=True)
+    else:
+        s = tl.load(at, mask=mask, other=None if mask is None else 0.0)
+    return s
+
+
+@triton.jit
+def _load_codes(
+    scale, start, stride, stride_k, k, LENGTH, BLOCKS, TILE: tl.constexpr, BK: tl.constexpr
+):
+    """E8M0 codes [TILE, BK / 32] from block k of the contraction on; of none, 2^0."""
+    i, j = start + tl.arange(0, TILE), k + tl.arange(0, BK // 32)
+    at = scale + i[:, None].to(tl.int64) * stride + j[None, :].to(tl.int64) * stride_k
+    return tl.load(at, mask=(i < LENGTH)[:, None] & (j < BLOCKS)[None, :], other=127)
+
+
+@triton.jit
+def _store(out, v, row, column, M, N):
+    i = row + tl.arange(0, v.shape[0])
+    j = column + tl.arange(0, v.shape[1])
+    inside = (i < M)[:, None] & (j < N)[None, :]
+    tl.store(
+        out + i[:, None].to(tl.int64) * N + j[None, :], v.to(out.dtype.element_ty), mask=inside
+    )
+
+
+# M and what follows from it differ from step to step: no variant is made for multiples of 16.
+@triton.jit(do_not_specialize=["M", "scale_a_k", "scale_b_k"])
+def matmul_kernel(
+    a, b, scale_a, scale_b, out, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+    scale_a_m, scale_a_k, scale_b_k, scale_b_n,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, PROMOTE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, EVEN_K: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Tiles pid, pid + programs, ... of the output; what of them is outside the matrices is neither
+    read nor written.
+
+    PROMOTE: sums over BK leave the matrix instructions, which on sm_89 and sm_90 keep less than
+    float32, and are added up in float32. TMA: a and b, as [N, K], are tensor descriptors, otherwise
+    pointers. EVEN_K: no step along K needs a mask. NEAR: a tile of a or b spans less than 2^31
+    elements. WIDE: the loads of a tile begin before the last one is stored, which is done in two
+    halves for want of shared memory.
+    """
+    down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    if not TMA:
+        # A tile's corner is addressed in 64 bits; inside it 32 suffice where it is NEAR.
+        OFFSET: tl.constexpr = tl.int32 if NEAR else tl.int64
+        a_row, a_column = tl.cast(stride_am, OFFSET), tl.cast(stride_ak, OFFSET)
+        b_row, b_column = tl.cast(stride_bk, OFFSET), tl.cast(stride_bn, OFFSET)
+        i, j, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+        a_tile = i[:, None] * a_row + k[None, :] * a_column
+        b_tile = k[:, None] * b_row + j[None, :] * b_column
+    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=WIDE):
+        # GROUP rows of tiles go column by column, so that what is read again is still in L2.
+        first = tile // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        inside_group = tile % (GROUP * across)
+        row = (first + inside_group % height) * BM
+        column = inside_group // height * BN
+        acc = tl.zeros([BM, BN], tl.float32)
+        for step in range(tl.cdiv(K, BK)):
+            if TMA:
+                x = a.load([row, step * BK])
+                y = b.load([column, step * BK]).T
+            else:
+                at = tl.cast(step * BK, tl.int64)
+                x_at = a + tl.cast(row, tl.int64) * stride_am + at * stride_ak + a_tile
+                y_at = b + tl.cast(column, tl.int64) * stride_bn + at * stride_bk + b_tile
+                x_inside, y_inside = (i < M - row)[:, None], (j < N - column)[None, :]
+                if not EVEN_K:
+                    x_inside = x_inside & (k < K - step * BK)[None, :]
+                    y_inside = y_inside & (k < K - step * BK)[:, None]
+                x = tl.load(x_at, mask=x_inside, other=0.0)
+                y = tl.load(y_at, mask=y_inside, other=0.0)
+            if A_FORMAT is not None:
+                blocks = tl.cdiv(K, 32)
+                first_block = step * (BK // 32)
+                x_codes = _load_codes(
+                    scale_a, row, scale_a_m, scale_a_k, first_block, M, blocks, BM, BK
+                )
+                y_codes = _load_codes(
+                    scale_b, column, scale_b_n, scale_b_k, first_block, N, blocks, BN, BK
+                )
+                acc = tl.dot_scaled(x, x_codes, A_FORMAT, y, y_codes, B_FORMAT, acc)
+            elif INNER == _FULL and not PROMOTE:
+                acc = tl.dot(x, y, acc)
+            elif INNER == _FULL:
+                # The option keeps the compiler from adding acc in the matrix instruction.
+                acc += tl.dot(x, y, max_num_imprecise_acc=BK)
+            else:
+                sa = _load_scales(scale_a, row, scale_a_m, scale_a_k, step, M, ROWS, BM, 0)
+                sb = _load_scales(scale_b, column, scale_b_n, scale_b_k, step, N, COLUMNS, BN, 1)
+                part = tl.dot(x, y, max_num_imprecise_acc=BK)
+                if len(sa.shape) == 2 and len(sb.shape) == 2:
+                    acc += (part * sa) * sb
+                else:
+                    acc += part * (sa * sb)
+        if INNER == _FULL:
+            acc *= _load_scales(scale_a, row, scale_a_m, scale_a_k, 0, M, ROWS, BM, 0)
+            acc *= _load_scales(scale_b, column, scale_b_n, scale_b_k, 0, N, COLUMNS, BN, 1)
+        if WIDE:
+            halves = tl.permute(tl.reshape(acc, [BM, 2, BN // 2]), [0, 2, 1])
+            left, right = tl.split(halves)
+            _store(out, left, row, column, M, N)
+            _store(out, right, row, column + BN // 2, M, N)
+        else:
+            _store(out, acc, row, column, M, N)
+
+
+class Tiling(NamedTuple):
+    """Shape of a tile, and how many programs of it a multiprocessor holds."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    programs: int
+    wide: bool = False
+
+
+def tiling(profile: DeviceProfile, bk: int, in_registers: bool) -> Tiling:
+    """The tile of a device: ``in_registers`` where sums leave the matrix instructions after every
+    BK. The two of sm_90 (with 128 of K) are the fastest of a sweep on an H200; the others are what
+    fits into shared memory and registers."""
+    if profile.vendor == "amd":
+        return Tiling(128, 128, bk, warps=8, stages=2, programs=2)
+    if profile.shared_memory < 200 << 10:
+        return Tiling(64, 128, bk, warps=8, stages=4, programs=1)
+    if not in_registers:
+        return Tiling(128, 256, bk, warps=8, stages=3, programs=1, wide=True)
+    if profile.arch == "sm_90":
+        # Short blocks have as many bytes under way as long ones.
+        return Tiling(64, 128, bk, warps=4, stages=4 if bk == 128 else 8, programs=2)
+    return Tiling(128, 128, bk, warps=8, stages=3, programs=1)
+
+
+_EXACT = ("sm_100", "sm_103")  # NVIDIA's whose tensor cores add up products in float32
+_MX = ("sm_100", "sm_103", "gfx950")  # whose matrix instructions take E8M0 scales
+_TMA = ("sm_90", "sm_100", "sm_103")
+
+
+class Part(NamedTuple):
+    """What Triton specialises on in a matrix."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+    @staticmethod
+    def of(x: Tensor) -> Part:
+        return Part(tuple(x.shape), x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+
+    @property
+    def described(self) -> bool:
+        """Whether a tensor descriptor can describe it: rows that start on 16 bytes."""
+        row, step = self.strides
+        return self.aligned and step == 1 and row % 16 == 0 and row >= self.shape[1]
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """[M, N] of a [M, K] and b [K, N], any strides, not empty, where ``matmul.triton_refusal``
+    has no objection."""
+    launch = _launch(
+        Part.of(a), Part.of(b.t()), Part.of(scale_a), Part.of(scale_b),
+        tuple(block_a), tuple(block_b), out_dtype, fast_accum, a.device, device_profile(a.device),
+    )  # fmt: skip
+    return launch(a, b, scale_a, scale_b)
+
+
+class _Matmul:
+    """The launch that multiplies matrices which agree in all that Triton specialises on."""
+
+    def __init__(
+        self,
+        a: Part,
+        b: Part,
+        scale_a: Part,
+        scale_b: Part,
+        block_a: Block,
+        block_b: Block,
+        out_dtype: torch.dtype,
+        fast_accum: bool,
+        device: torch.device,
+        profile: DeviceProfile,
+    ) -> None:
+        """b is that of the transpose, [N, K]."""
+        (m, k), (n, _) = a.shape, b.shape
+        (rows, inner), (_, columns) = block_a, block_b
+        left = Operand(a.dtype, block_a, scale_a.dtype)
+        right = Operand(b.dtype, block_b, scale_b.dtype)
+        mx = native_mode(left, right) == "mx" and profile.arch in _MX
+        exact = profile.vendor == "amd" or profile.arch in _EXACT
+        promote = inner == FULL and not (fast_accum or exact)
+        in_registers = promote or (inner != FULL and not mx)
+        tile = tiling(profile, 128 if inner == FULL or mx else inner, in_registers)
+        self.tma = profile.arch in _TMA and a.described and b.described
+        self.tiles = [tile.bm, tile.bk], [tile.bn, tile.bk]
+        tiles = triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn)
+        x = Matrices(1, m, k, 0, a.strides[0], a.strides[1], device)
+        spans = (
+            tile.bm * a.strides[0] + tile.bk * a.strides[1],
+            tile.bn * b.strides[0] + tile.bk * b.strides[1],
+        )
+        self.shape, self.out_dtype = (m, n), out_dtype
+        self.launch = Launch(
+            matmul_kernel, (min(tiles, tile.programs * multiprocessors(x)), 1, 1),
+            m, n, k, *a.strides, *b.strides[::-1], *scale_a.strides, *scale_b.strides,
+            options={"num_warps": tile.warps, "num_stages": tile.stages},
+            ROWS=rows, COLUMNS=columns, INNER=inner,
+            A_FORMAT=format_of(a.dtype).kind if mx else None,
+            B_FORMAT=format_of(b.dtype).kind if mx else None,
+            PROMOTE=promote,
+            BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=8,
+            TMA=self.tma, EVEN_K=self.tma or k % tile.bk == 0, NEAR=max(spans) < 2**31,
+            WIDE=tile.wide,
+        )  # fmt: skip
+
+    def __call__(self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.out_dtype, device=a.device)
+        x, y = a, b
+        if self.tma:
+            x = TensorDescriptor.from_tensor(a, self.tiles[0])
+            y = TensorDescriptor.from_tensor(b.t(), self.tiles[1])
+        self.launch(x, y, as_bytes(scale_a), as_bytes(scale_b), out)
+        return out
+
+
+_launch = functools.lru_cache(maxsize=1024)(_Matmul)

@@ -1,0 +1,140 @@
+"""Compile the kernel of the matrix product for a GPU that is not here; print what the code shows.
+
+    python tests/cross_compile_matmul.py sm_90 gfx942
+
+Run as a program of its own: in a process with Triton's interpreter kernels are not compilable.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from cross_compile import POINTERS
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from float8.devices import describe
+from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
+from float8.kernels import matmul_triton
+from float8.scaling import FULL, scale_shape
+
+POINTERS = {**POINTERS, torch.float16: "*fp16"}
+# blocks of a and b, dtype of the scales, whether sums may stay in the tensor cores, dtype out
+MODES: dict[str, tuple[Any, ...]] = {
+    "tensor fast": ((FULL, FULL), (FULL, FULL), torch.float32, True, torch.bfloat16),
+    "row fast": ((1, FULL), (FULL, 1), torch.float32, True, torch.float32),
+    "row": ((1, FULL), (FULL, 1), torch.float32, False, torch.bfloat16),
+    "1x128 x 128x128": ((1, 128), (128, 128), torch.float32, False, torch.bfloat16),
+    "1x128 x 1x128": ((1, 128), (128, 1), torch.float32, False, torch.float32),
+    "any strides": ((1, FULL), (FULL, 1), torch.float32, False, torch.bfloat16),
+    "mx": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16),
+}
+
+
+def compiled(launch: tuple[Any, Any, Any], target: GPUTarget) -> Any:
+    """The kernel of a recorded launch, specialised as Triton does: divisibility by 16, ones."""
+    kernel, args, kwargs = launch
+    names = [p.name for p in kernel.params]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value, kept = values[parameter.name], not parameter.do_not_specialize
+        if isinstance(value, TensorDescriptor):
+            element = POINTERS[value.base.dtype][1:]
+            signature[parameter.name] = f"tensordesc<{element}{value.block_shape}>"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (value == 1 and kept):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and kept:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {k: v for k, v in kwargs.items() if k not in names}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+INSTRUCTIONS = {  # of the matrix units: FP8, FP8 with MX scales, and anything else
+    "fp8": r"wgmma\S+\.e[45]m[23]\.e[45]m[23]|tcgen05\.mma\S+kind::f8f6f4|"
+    r"mma\.sync\S+\.e[45]m[23]\.e[45]m[23]|v_s?w?mm?fma[ci]?_f32_\S+_(?:fp8|bf8|f8f6f4)\S*|"
+    r"v_mfma_f32_\S*f8f6f4",
+    "mx": r"tcgen05\.mma\S+kind::mxf8f6f4\S*block_scale|v_mfma_scale_f32\S+f8f6f4|"
+    r"mma\.sync\S+kind::mxf8f6f4\S*block_scale",
+    "all": r"wgmma\.mma_async|tcgen05\.mma\.|mma\.sync|v_(?:s?w?mfma|wmma)\S*",
+}
+
+
+def stack(cubin: bytes) -> int:
+    """Bytes of local memory of a thread, which is where spilled registers go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", said)))
+
+
+def facts(binary: Any) -> dict[str, Any]:
+    amd = "amdgcn" in binary.asm
+    code = binary.asm["amdgcn" if amd else "ptx"]
+    found = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
+    spilled = r"ScratchSize: (\d+)|vgpr_spill_count: +(\d+)"
+    scratch = sum(int(x or y) for x, y in re.findall(spilled, code))
+    return {
+        **found,
+        "adds": len(re.findall(r"add(?:\.rn)?\.f32", code)),
+        "tma": len(re.findall("cp.async.bulk.tensor", code)),
+        "scratch": scratch if amd else stack(binary.asm["cubin"]),
+        "shared": binary.metadata.shared,
+    }
+
+
+def main(targets: list[str]) -> None:
+    launches: list[tuple[Any, Any, Any]] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((self, args, kwargs))
+
+    JITFunction.run = record
+    matmul_triton.multiprocessors = lambda x: 132
+    for name in targets:
+        profile = describe(name)
+        matmul_triton.device_profile = lambda device, profile=profile: profile
+        e4m3, e5m2 = (E4M3FNUZ, E5M2FNUZ) if profile.flavour == "fnuz" else (E4M3FN, E5M2)
+        target = (
+            GPUTarget("cuda", int(name[3:]), 32)
+            if profile.vendor == "nvidia"
+            else GPUTarget("hip", name, profile.wavefront)
+        )
+        for mode, (block_a, block_b, scales, fast_accum, out_dtype) in MODES.items():
+            m, k, n = 1000, 4112 if mode == "any strides" else 4096, 2048
+            a = torch.empty(m, k, dtype=e4m3.dtype, device="meta")
+            b = torch.empty(n, k, dtype=e5m2.dtype if mode == "row" else e4m3.dtype, device="meta")
+            scale_a, scale_b = (
+                torch.empty(scale_shape(shape, block), dtype=scales, device="meta")
+                for shape, block in (((m, k), block_a), ((k, n), block_b))
+            )
+            if mode == "any strides":
+                b = torch.empty(k, n, dtype=e4m3.dtype, device="meta").t()
+            launches.clear()
+            matmul_triton.multiply(
+                a, b.t(), scale_a, scale_b, block_a, block_b, out_dtype, fast_accum
+            )
+            shown = facts(compiled(launches[0], target))
+            print(json.dumps({"target": name, "mode": mode, **shown}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
