@@ -210,7 +210,7 @@ def _corner(x, stride_m, stride_k, pm, pn, BM: tl.constexpr, BN: tl.constexpr, N
 
 
 @triton.jit
-def _load(pointer, inside, EVICT: tl.constexpr = ""):
+def _load(pointer, inside, EVICT: tl.constexpr):
     """0 where not inside."""
     if inside is None:
         v = tl.load(pointer, eviction_policy=EVICT)
@@ -233,9 +233,9 @@ def _produce(
     inside = None if EVEN else (r[:, None] + j < M) & (c[None, :] < K)
     v = _input(x, next_x, j, inside, T)
     if SOURCE == "rms":
-        v *= _load(z + j, None if EVEN else r + j < M)[:, None]
+        v *= _load(z + j, None if EVEN else r + j < M, "")[:, None]
         if y is not None:
-            v *= _load(y, None if EVEN else c < K).to(tl.float32)[None, :]
+            v *= _load(y, None if EVEN else c < K, "").to(tl.float32)[None, :]
         v = _rounded(v, DTYPE, T)
     elif SOURCE == "swiglu":
         v = _swiglu(v, _input(y, next_y, j, inside, T), DTYPE, T)
@@ -389,11 +389,12 @@ class _Fused:
 
 
 def _tile_options(job: _Job, row: CastPlan | None, col: CastPlan | None) -> dict[str, int]:
-    """As of a plain cast, but that two or three tiles of float32, or three of any dtype, are more
-    than four warps hold."""
+    """As of a plain cast, where that leaves registers enough: it does not for masks, for inputs in
+    float32, or for three."""
     bm, bn = tile_shape(row, col)
-    inputs = {"rms": 1, "swiglu": 2, "swiglu_backward": 3}[job.source]
-    if runs_ptx(job.results) and bm * bn == 128 * 128 and inputs * job.itemsize > 4:
+    even = job.m % bm == 0 and job.k % bn == 0
+    crowded = not even or job.itemsize == 4 or job.source == "swiglu_backward"
+    if runs_ptx(job.results) and bm * bn == 128 * 128 and crowded:
         return {"num_warps": 8}
     return tile_options(job.results, row, col)
 
