@@ -167,7 +167,8 @@ def rms_norm_backward(
     n = x * rstd,  gn = g * weight
     gx = rstd * (gn - n * mean(gn * n)),  gweight = sum over rows of g * n
     """
-    if g_MD.is_cuda and not torch.compiler.is_compiling():
+    one_dtype = weight_D is None or weight_D.dtype == x_MD.dtype  # torch's kernel wants it
+    if g_MD.is_cuda and one_dtype and not torch.compiler.is_compiling():
         shape, mask = [x_MD.shape[1]], [True, weight_D is not None]
         gx, gw = torch.ops.aten._fused_rms_norm_backward(
             g_MD, x_MD, shape, rstd_M.unsqueeze(1), weight_D, mask
@@ -350,7 +351,10 @@ def obstacle(
             return f"{name} has hooks, or a forward of its own, which would be skipped"
     for name, recipe in zip(names, recipes, strict=False):
         layer: Any = module._modules[name]
-        if type(layer) not in (nn.Linear, Float8Linear) or layer._parameters["bias"] is not None:
+        if (
+            type(layer) not in (nn.Linear, Float8Linear)
+            or layer._parameters.get("bias", layer) is not None
+        ):
             return f"{name} is no nn.Linear without bias"
         if recipe is None:
             return f"{name} is in high precision"

@@ -157,10 +157,10 @@ def _refuse_swiglu(module: nn.Module, names: Sequence[str], foreign: bool) -> st
     if missing:
         return f"it has no layer {missing[0]!r}"
     if not isinstance(module, SwiGLU):
-        taken = [name for name in ("recipe", "last_run", *SWIGLU_STATE) if name in module.__dict__]
         if "forward" in module.__dict__:
             return "its instance has a forward of its own"
-        if taken:
+        own = (*module.__dict__, *module._parameters, *module._buffers, *module._modules)
+        if taken := [name for name in own if name in vars(SwiGLU)]:
             return f"it has an attribute {taken[0]!r} of its own, a name that SwiGLU uses"
     if foreign:
         act, forward = getattr(module, "act_fn", None), type(module).forward

@@ -198,7 +198,8 @@ def test_every_size(recipe: Recipe, norm: bool, device: str) -> None:
         for t, e in zip(got, expected, strict=True):
             assert t.isfinite().all()
             assert t.shape == e.shape
-            assert relative_error(t, e) < 5e-2
+            # The only number of a tensor may be cast to the next FP8 number, of e5m2 as well.
+            assert relative_error(t, e) < (5e-2 if device == "cpu" else 0.3)
 
 
 def test_a_norm_without_a_weight_and_without_an_eps() -> None:
