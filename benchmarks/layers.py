@@ -113,8 +113,9 @@ def near(expected: Outputs, call: Call) -> str | None:
     return None
 
 
-def convert_to(name: str, model: nn.Module) -> nn.Module:
-    float8.convert(model, float8.RECIPES[name], keep=())
+def convert_to(name: str, fuse: bool, model: nn.Module) -> nn.Module:
+    report = float8.convert(model, float8.RECIPES[name], keep=(), fuse=fuse)
+    assert bool(report.fused) == fuse, report
     return model
 
 
@@ -135,13 +136,15 @@ def layer_contenders(
     for name in options.recipes:
         plans = float8.RECIPES[name].plan(options.device)
         by = list(dict.fromkeys("bf16" if plan is None else plan.impl for plan in plans))
-        found[name] = Contender(
-            partial(make_step, base, x, g, partial(convert_to, name), with_compile),
-            check,
-            ours=True,
-            line=True,
-            note=f"GEMMs by {', '.join(by)}",
-        )
+        can_fuse = kind == "ffn" and None not in plans
+        for fuse in (False, True)[: 1 + can_fuse]:
+            found[f"fused {name}" if fuse else name] = Contender(
+                partial(make_step, base, x, g, partial(convert_to, name, fuse), with_compile),
+                check,
+                ours=True,
+                line=True,
+                note=f"GEMMs by {', '.join(by)}",
+            )
     if options.peer:
         for name in torchao_recipes:
             found[f"torchao {name}"] = Contender(
