@@ -25,7 +25,6 @@ from .quantize import CastPlan
 from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
 from .quantize_triton import (
     Matrices,
-    Parts,
     amax_bits,
     kind,
     larger,
@@ -40,6 +39,7 @@ from .quantize_triton import (
     to_scale,
 )
 
+Parts = tuple[Tensor, Tensor]  # data and scale of the rows
 Columns = tuple[Tensor, Tensor, Tensor]  # data_t, scale_t, offs_t
 
 

@@ -35,11 +35,8 @@ from torch import Tensor
 from ..formats import Float8Format, format_of
 from ..scaling import (
     FULL,
-    Block,
-    as_bytes,
     contiguous_strides,
     scale_dtype,
-    scale_layout,
     scale_shape,
     scale_strides,
 )
@@ -524,8 +521,6 @@ def kind(layout: CastPlan) -> str:
 
 _MAX_ROW = 16384  # the longest row that row_kernel holds in registers
 
-Parts = tuple[Tensor, Tensor]  # data and scale of a layout
-
 
 class Launch:
     """A kernel with all its arguments but the tensors, which come first.
@@ -812,43 +807,6 @@ def tile_options(
         both = row is not None and col is not None and kind(row) == kind(col) == "tensor"
         return {"num_warps": 8} if both else {"num_warps": 4, "maxnreg": 168}
     return {"num_warps": 4}
-
-
-# -- to be replaced in fused and grouped
-def reduce_columns(partial: Tensor) -> Tensor:
-    return Columns(*partial.shape)(partial)
-
-
-def allocate(x: Tensor, layout: CastPlan) -> Parts:
-    block: Block = (1, *layout.block)
-    scale = x.new_empty(scale_shape(x.shape, block), dtype=scale_dtype(layout.scale_mode))
-    return x.new_empty(x.shape, dtype=layout.dtype), scale_layout(scale, block)
-
-
-def pointers(out: Parts | None) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    return (None, None, (0, 0, 0)) if out is None else (out[0], as_bytes(out[1]), out[1].stride())
-
-
-def tile_arguments(
-    x: Tensor,
-    row: CastPlan | None,
-    row_out: Parts | None,
-    row_amax: Tensor | None,
-    col: CastPlan | None,
-    col_out: Parts | None,
-    col_amax: Tensor | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What ``store_tile`` takes of two layouts of a matrix of x's shape: six pointers and six
-    strides, and the constexprs."""
-    row_data, row_scale, row_strides = pointers(None if row is None else row_out)
-    col_data, col_scale, col_strides = pointers(col_out)
-    if col_data is not None:
-        col_data = col_data.view(torch.int32 if x.shape[1] % 4 == 0 else torch.uint8)
-    args = (row_data, row_scale, row_amax, col_data, col_scale, col_amax)
-    return (*args, *row_strides, *col_strides), {
-        **tile_constants(x, row, col),
-        **tile_options(x, row, col),
-    }
 
 
 def target(x: Tensor | Matrices, layout: CastPlan) -> Target:
