@@ -230,7 +230,7 @@ def _quantize_dual_gpu(
         return quantize_dual(x, *cast, *cast_t, amax)
     for each in (block, block_t):
         check_amax(x, amax, each)
-    data, scale, data_t, scale_t = _launch(x, *layouts, amax)
+    data, scale, data_t, scale_t = _launch(x, layouts[0], layouts[1], amax)
     return data, scale, data_t, scale_t
 
 
