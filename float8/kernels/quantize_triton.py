@@ -242,7 +242,8 @@ def _row_tile(
             amax_bits(tl.reshape(to_magnitude(v, T), [BI, groups, BLOCK]), 2), T
         )
         scale += (pn * groups).to(tl.int64) * stride_sk
-        store_scale(scale[:, None] + tl.arange(0, groups)[None, :] * stride_sk, s, scale_mask)
+        block = tl.arange(0, groups).to(tl.int64)
+        store_scale(scale[:, None] + block[None, :] * stride_sk, s, scale_mask)
         # The compiler does not see that a group's mask is one for a whole vector: select here, not
         # in the store.
         v = tl.reshape(v, [BI, groups, BLOCK])
