@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..devices import device_profile
 from ..formats import Float8Format, format_of
 from ..scaling import (
     FULL,
@@ -624,8 +625,8 @@ def _cast(
     row: CastPlan | None,
     col: CastPlan | None,
 ) -> _Cast:
-    """dtype and alignment are not asked for, but Triton specialises on them."""
-    return _Cast(shape, strides, device, row, col)
+    """Alignment is not asked for, but Triton specialises on it."""
+    return _Cast(shape, strides, dtype, device, row, col)
 
 
 class _Cast:
@@ -635,6 +636,7 @@ class _Cast:
         self,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
+        dtype: torch.dtype,
         device: torch.device,
         row: CastPlan | None,
         col: CastPlan | None,
@@ -649,7 +651,7 @@ class _Cast:
         self.col = col and (Output.data(turned, col, col=True), Output.scale(turned, col))
         self.rows = self.row_amax = self.col_amax = self.tiles = None
         if row is not None and kinds[0] == "vector" and x.stride_k == 1 and x.k <= _MAX_ROW:
-            self.rows = _Rows(x, row, columns=kinds[1] == "vector")
+            self.rows = _Rows(x, dtype, row, columns=kinds[1] == "vector")
             row = None
         elif row is not None and kinds[0] in ("tensor", "vector"):
             self.row_amax = _Amax(x, row, "row")
@@ -671,7 +673,7 @@ class _Cast:
             col_amax = self.rows(x, *seen[:2])
         if amax is None and self.row_amax is not None:
             row_amax = col_amax = self.row_amax(x)
-        if self.col_amax is not None:
+        if amax is None and self.col_amax is not None:
             col_amax = self.col_amax(x)
         if self.tiles is not None:
             self.tiles(x, *seen[:2], row_amax, *seen[2:], col_amax)
@@ -682,17 +684,21 @@ class _Rows:
     """Rowwise, whole rows in registers: the row layout; the columns' amax bits [E, K] too, if asked
     for."""
 
-    def __init__(self, x: Matrices, layout: CastPlan, columns: bool) -> None:
+    def __init__(self, x: Matrices, dtype: torch.dtype, layout: CastPlan, columns: bool) -> None:
         padded = max(128, triton.next_power_of_2(x.k))
         # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up
         # to 4096 columns, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
         wide = padded > 4096
-        resident = multiprocessors(x) * (1 if padded > 8192 else 2 if wide else 4)
-        programs = max(1, min(x.m, resident // x.e))
+        together = 1 if padded > 8192 else 2 if wide else 4
+        programs = max(1, min(x.m, multiprocessors(x) * together // x.e))
+        # Rows on their way, beside 4 KB for reductions.
+        shared = device_profile(x.device).shared_memory - 4096
+        buffers = shared // (together * padded * dtype.itemsize)
         self.launch = Launch(
             row_kernel, (programs, x.e, 1), x.m, x.k, x.stride_e, x.stride_m,
             options={"num_warps": 8 if wide else 4},
-            T=target(x, layout), COLUMNS=columns, KP=padded, STAGES=4 if wide else 3,
+            T=target(x, layout), COLUMNS=columns, KP=padded,
+            STAGES=min(4 if wide else 3, buffers + 1) if buffers > 1 else 1,
         )  # fmt: skip
         self.columns = Columns(x.e, programs, x.k) if columns else None
 
@@ -772,6 +778,8 @@ def tile_constants(
     """The constexprs of ``store_tile`` for two layouts of x [E, M, K], in its order."""
     m, k = (x.m, x.k) if isinstance(x, Matrices) else x.shape[-2:]
     bm, bn = tile_shape(row, col)
+    if m > 65535 * bm:  # the grid's limit, as in _Amax
+        bm = 128
     return {
         "ROW": "none" if row is None else kind(row),
         "COL": "none" if col is None else kind(col),
