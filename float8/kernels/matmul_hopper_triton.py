@@ -1,0 +1,432 @@
+"""Device code of ``float8.kernels.matmul_hopper`` in Gluon, Triton's language in which layouts,
+barriers and the roles of warps are written out, and its launch.
+
+Shape letters: M rows of a, N rows of b, K the contraction.
+
+A program computes tiles of 128 x BN outputs, one after the other. Three groups of warps run at
+once: one producer warp, which moves operands and their scales into a ring of STAGES buffers by TMA,
+and two warpgroups, each of which multiplies 64 rows of the tile by all its columns. Of each buffer,
+the barrier ``full`` completes when all its bytes have arrived, and ``empty`` when both warpgroups
+have read it. All three walk the same tiles in the same order and count the same buffers; nothing
+else passes between them.
+
+Where sums are promoted, the tensor cores add 128 products at a time, in less than float32, and
+these partial sums are scaled and added up in float32. Four things keep that fast and free of
+spills:
+
+  - a tile's columns are multiplied in two halves, which share the registers of one partial sum;
+  - a partial sum is begun with ``use_acc=False`` on the old one, not by writing zeros;
+  - scales are read while the tensor cores work;
+  - a wait that names the first half's sum keeps ptxas from beginning the second half's products
+    before that sum is done. The other warpgroup has work for the tensor cores meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..formats import format_of
+from .quantize_triton import Launch
+
+_SHARED_MEMORY = 226 * 1024  # of the 227 KiB a program can have, the rest is for barriers
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the kernel is compiled for; passed as one constexpr.
+
+    Scales are "outer" (one per row, or one in all, which meets the finished sum), "vector" (one per
+    row and 128 of K, rows-major) or "square" (one per 128 rows and 128 of K).
+    """
+
+    SCALE_A: str
+    SCALE_B: str
+    FAST: bool  # sums stay in the tensor cores
+    BIAS: bool
+    ACCUMULATE: bool  # onto what out holds
+    TMA_OUT: bool
+    WIDTH: int  # columns that are written at a time
+    HALVES: int  # parts in which a tile's columns are multiplied
+    STAGES: int
+    BN: int = 256
+    BK: int = 128
+    GROUP: int = 8  # rows of tiles that are finished before the next ones are begun
+
+    @staticmethod
+    def of(scales: tuple[str, str], fast: bool, bias: bool, accumulate: bool, wide: int) -> Config:
+        """``wide``: bytes of an output, 0 where TMA cannot write them."""
+        # What is written, and the sums it is made of, must fit beside the other half's sums.
+        width = 256 // wide if wide and not accumulate else 32
+        stage = (128 + Config.BN) * Config.BK
+        stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
+        stages = min(4, (_SHARED_MEMORY - 128 * width * wide) // stage)
+        return Config(*scales, fast, bias, accumulate, wide > 0, width, 2, stages)
+
+
+@gluon.constexpr_function
+def _sums(columns):
+    """The layout of 64 x columns sums in a warpgroup."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32]
+    )
+
+
+@gluon.jit
+def _tiles(M, N, P: gl.constexpr):
+    return gl.cdiv(M, 128) * gl.cdiv(N, P.BN)
+
+
+@gluon.jit
+def _corner(t, M, N, P: gl.constexpr):
+    """First row and column of tile t. Tiles go down GROUP rows of tiles, then on to the next
+    column, so that programs share rows and columns in the cache."""
+    down, across = gl.cdiv(M, 128), gl.cdiv(N, P.BN)
+    group = t // (P.GROUP * across)
+    within = t % (P.GROUP * across)
+    height = gl.minimum(down - group * P.GROUP, P.GROUP)
+    return (group * P.GROUP + within % height) * 128, within // height * P.BN
+
+
+@gluon.jit
+def _next(stage, phase, P: gl.constexpr):
+    """The buffer after this one, and the parity that its barriers' phase has: each turn of the ring
+    flips it."""
+    last = stage == P.STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _produce(
+    a_desc, b_desc, scale_a_desc, scale_b_desc, a_low, a_high, b, sa_low, sa_high, sb, full, empty,
+    M, N, K, sa_k, sb_k, P: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: for each tile, for each 128 of K, fill the next buffer."""
+    HALVES: gl.constexpr = P.HALVES
+    HALF: gl.constexpr = P.BN // P.HALVES
+    A_SCALES: gl.constexpr = P.SCALE_A == "vector"
+    B_SCALES: gl.constexpr = P.SCALE_B == "vector"
+    BYTES: gl.constexpr = (128 + P.BN) * P.BK + 4 * (128 * A_SCALES + P.BN * B_SCALES)
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    for t in range(gl.program_id(0), _tiles(M, N, P), gl.num_programs(0)):
+        row, column = _corner(t, M, N, P)
+        for block in range(gl.cdiv(K, P.BK)):
+            k = block * P.BK
+            ready = full.index(stage)
+            # Of a new barrier the phase of parity 1 counts as past: the first turn does not wait.
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            # What lies outside a matrix arrives as zeros, and is counted.
+            mbarrier.expect(ready, BYTES)
+            tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
+            tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
+            for h in gl.static_range(HALVES):
+                first, part = column + h * HALF, stage * HALVES + h
+                tma.async_copy_global_to_shared(b_desc, [first, k], ready, b.index(part))
+                if B_SCALES:
+                    at = block * sb_k + first
+                    tma.async_copy_global_to_shared(scale_b_desc, [at], ready, sb.index(part))
+            if A_SCALES:
+                at = block * sa_k + row
+                low, high = sa_low.index(stage), sa_high.index(stage)
+                tma.async_copy_global_to_shared(scale_a_desc, [at], ready, low)
+                tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, high)
+            stage, phase = _next(stage, phase, P)
+
+
+@gluon.jit
+def _begin(a, b, old):
+    """Begin a @ b.T; ``old`` lends its registers."""
+    return warpgroup_mma(a, b.permute((1, 0)), old, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _promote(total, partial, row_scale, column_scale, P: gl.constexpr):
+    """total + partial, scaled with what belongs to these 128 of K."""
+    if P.SCALE_A == "outer":
+        total += partial
+    elif P.SCALE_A == "vector" and P.SCALE_B == "vector":
+        total += partial * (row_scale[:, None] * column_scale[None, :])
+    elif P.SCALE_A == "vector":
+        total += partial * (row_scale * column_scale)[:, None]
+    else:
+        total += partial * (row_scale * column_scale)[None, :]
+    return total
+
+
+@gluon.jit
+def _store(
+    total, out_desc, out, buffer, scale_a, scale_b, bias, row, column, M, N, sa_m, sb_n, out_m,
+    COLUMNS: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Finish 64 x COLUMNS sums and write them at (row, column), WIDTH columns at a time."""
+    L: gl.constexpr = _sums(COLUMNS)
+    if COLUMNS > P.WIDTH:
+        HALF: gl.constexpr = COLUMNS // 2
+        left, right = gl.split(gl.permute(gl.reshape(total, [64, 2, HALF]), (0, 2, 1)))
+        # No value moves to another thread.
+        left = gl.convert_layout(left, _sums(HALF), assert_trivial=True)
+        right = gl.convert_layout(right, _sums(HALF), assert_trivial=True)
+        _store(
+            left, out_desc, out, buffer, scale_a, scale_b, bias,
+            row, column, M, N, sa_m, sb_n, out_m, HALF, P,
+        )  # fmt: skip
+        _store(
+            right, out_desc, out, buffer, scale_a, scale_b, bias,
+            row, column + HALF, M, N, sa_m, sb_n, out_m, HALF, P,
+        )  # fmt: skip
+    else:
+        rows = row + gl.arange(0, 64, gl.SliceLayout(1, L))
+        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
+        if P.SCALE_A == "outer":
+            # One after the other: the product of two tiny scales may be zero.
+            row_scale = gl.load(scale_a + rows * sa_m, mask=rows < M, other=0.0)
+            column_scale = gl.load(scale_b + columns * sb_n, mask=columns < N, other=0.0)
+            total = (total * row_scale[:, None]) * column_scale[None, :]
+        if P.BIAS:
+            total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        at = out + (rows[:, None].to(gl.int64) * out_m + columns[None, :])
+        inside = (rows[:, None] < M) & (columns[None, :] < N)
+        if P.ACCUMULATE:
+            total += gl.load(at, mask=inside, other=0.0).to(gl.float32)
+        rounded = total.to(out.dtype.element_ty)
+        if P.TMA_OUT:
+            tma.store_wait(0)  # what the buffer held has been read
+            buffer.store(rounded)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
+        else:
+            gl.store(at, rounded, mask=inside)
+
+
+@gluon.jit
+def _consume(
+    out_desc, out, buffer, scale_a, scale_b, bias, a, b, sa, sb, full, empty,
+    M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, FIRST_ROW: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: 64 rows of each tile, from FIRST_ROW on."""
+    HALVES: gl.constexpr = P.HALVES
+    HALF: gl.constexpr = P.BN // P.HALVES
+    L: gl.constexpr = _sums(HALF)
+    blocks = gl.cdiv(K, P.BK)
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    for t in range(gl.program_id(0), _tiles(M, N, P), gl.num_programs(0)):
+        row, column = _corner(t, M, N, P)
+        row += FIRST_ROW
+        left = gl.zeros([64, HALF], gl.float32, L)
+        right = gl.zeros([64, HALF], gl.float32, L)
+        if P.FAST:
+            before = stage
+            for block in range(blocks):
+                mbarrier.wait(full.index(stage), phase)
+                b_left = b.index(stage * HALVES).permute((1, 0))
+                left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
+                if HALVES == 2:
+                    b_right = b.index(stage * HALVES + 1).permute((1, 0))
+                    right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
+                    left, right = warpgroup_mma_wait(2, deps=[left, right])
+                else:
+                    left = warpgroup_mma_wait(1, deps=[left])
+                # The products of this buffer run; those of the one before are done.
+                mbarrier.arrive(empty.index(before), count=1, pred=block > 0)
+                before = stage
+                stage, phase = _next(stage, phase, P)
+            if HALVES == 2:
+                left, right = warpgroup_mma_wait(0, deps=[left, right])
+            else:
+                left = warpgroup_mma_wait(0, deps=[left])
+            mbarrier.arrive(empty.index(before), count=1)
+        else:
+            gl.static_assert(HALVES == 2)
+            partial = gl.zeros([64, HALF], gl.float32, L)
+            square_a = scale_a + row // 128 * sa_m
+            square_left = scale_b + column // 128 * sb_n
+            # The right half may lie beyond the last block of b.
+            square_right = scale_b + gl.minimum(column // 128 + 1, (N - 1) // 128) * sb_n
+            for block in range(blocks):
+                row_scale, left_scale, right_scale = 1.0, 1.0, 1.0
+                if P.SCALE_A == "square":
+                    row_scale = gl.load(square_a + block * sa_k)
+                if P.SCALE_B == "square":
+                    left_scale = gl.load(square_left + block * sb_k)
+                    right_scale = gl.load(square_right + block * sb_k)
+                mbarrier.wait(full.index(stage), phase)
+                partial = _begin(a.index(stage), b.index(stage * 2), partial)
+                if P.SCALE_A == "vector":
+                    row_scale = sa.index(stage).load(gl.SliceLayout(1, L))
+                if P.SCALE_B == "vector":
+                    left_scale = sb.index(stage * 2).load(gl.SliceLayout(0, L))
+                partial = warpgroup_mma_wait(0, deps=[partial])
+                left = _promote(left, partial, row_scale, left_scale, P)
+                left = warpgroup_mma_wait(0, deps=[left])
+                partial = _begin(a.index(stage), b.index(stage * 2 + 1), partial)
+                if P.SCALE_B == "vector":
+                    right_scale = sb.index(stage * 2 + 1).load(gl.SliceLayout(0, L))
+                partial = warpgroup_mma_wait(0, deps=[partial])
+                mbarrier.arrive(empty.index(stage), count=1)
+                right = _promote(right, partial, row_scale, right_scale, P)
+                stage, phase = _next(stage, phase, P)
+        _store(
+            left, out_desc, out, buffer, scale_a, scale_b, bias,
+            row, column, M, N, sa_m, sb_n, out_m, HALF, P,
+        )  # fmt: skip
+        if HALVES == 2:
+            _store(
+                right, out_desc, out, buffer, scale_a, scale_b, bias,
+                row, column + HALF, M, N, sa_m, sb_n, out_m, HALF, P,
+            )  # fmt: skip
+    if P.TMA_OUT:
+        tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["M", "N", "K", "sa_m", "sa_k", "sb_n", "sb_k", "out_m"],
+    do_not_specialize_on_alignment=["scale_a", "scale_b", "bias", "out"],
+)
+def matmul_kernel(
+    a_desc, b_desc, scale_a_desc, scale_b_desc, out_desc, scale_a, scale_b, bias, out,
+    M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, P: gl.constexpr,
+):  # fmt: skip
+    """out [M, N] = (a [M, K] * scale_a) @ (b [N, K] * scale_b).T, plus bias [N] and out if P says
+    so.
+
+    The scale of row m and block i of K stands at scale_a + m * sa_m + i * sa_k, that of a square
+    block at scale_a + m // 128 * sa_m + i * sa_k; b's likewise. Vector scales are read through
+    descriptors of all their memory. Descriptors that P does not call for are None.
+    """
+    STAGES: gl.constexpr = P.STAGES
+    PARTS: gl.constexpr = P.STAGES * P.HALVES
+    HALF: gl.constexpr = P.BN // P.HALVES
+    a_low = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, P.BK], a_desc.layout)
+    a_high = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, P.BK], a_desc.layout)
+    b = gl.allocate_shared_memory(b_desc.dtype, [PARTS, HALF, P.BK], b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    sa_low, sa_high, sb, out_low, out_high = None, None, None, None, None
+    if P.SCALE_A == "vector":
+        sa_low = gl.allocate_shared_memory(gl.float32, [STAGES, 64], scale_a_desc.layout)
+        sa_high = gl.allocate_shared_memory(gl.float32, [STAGES, 64], scale_a_desc.layout)
+    if P.SCALE_B == "vector":
+        sb = gl.allocate_shared_memory(gl.float32, [PARTS, HALF], scale_b_desc.layout)
+    if P.TMA_OUT:
+        out_low = gl.allocate_shared_memory(out_desc.dtype, [64, P.WIDTH], out_desc.layout)
+        out_high = gl.allocate_shared_memory(out_desc.dtype, [64, P.WIDTH], out_desc.layout)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)  # the producer
+        mbarrier.init(empty.index(i), count=2)  # both warpgroups
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out_desc, out, out_low, scale_a, scale_b, bias, a_low, b, sa_low, sb, full, empty,
+                M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, 0, P,
+            )),
+            (_consume, (
+                out_desc, out, out_high, scale_a, scale_b, bias, a_high, b, sa_high, sb, full,
+                empty, M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, 64, P,
+            )),
+            (_produce, (
+                a_desc, b_desc, scale_a_desc, scale_b_desc, a_low, a_high, b, sa_low, sa_high, sb,
+                full, empty, M, N, K, sa_k, sb_k, P,
+            )),
+        ],
+        [4, 1],
+        [240, 24],  # registers of a thread
+    )  # fmt: skip
+
+
+def multiply(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scales: tuple[str, str],
+    fast: bool,
+    bias: Tensor | None,
+    out: Tensor,
+    accumulate: bool,
+) -> None:
+    """Write, or add, the product to out. ``scales``: how each operand's lie (``Config``)."""
+    (m, k), n = a_MK.shape, b_NK.shape[0]
+    scale_a, sa_m, sa_k = _scale(scale_a, scales[0])
+    scale_b, sb_n, sb_k = _scale(scale_b, scales[1])
+    out_m, size = out.stride(0) if m > 1 else n, out.element_size()
+    wide = 0 if (out_m * size | out.data_ptr()) % 16 else size
+    config = Config.of(scales, fast, bias is not None, accumulate, wide)
+    half = config.BN // config.HALVES
+    launch = _launch(
+        config, (m, n, k, sa_m, sa_k, sb_n, sb_k, out_m), a_MK.device,
+        a_MK.dtype, b_NK.dtype, out.dtype, None if bias is None else bias.dtype,
+    )  # fmt: skip
+    launch(
+        _matrix(a_MK, a_MK.stride(0), (64, config.BK)),
+        _matrix(b_NK, b_NK.stride(0), (half, config.BK)),
+        _vector(scale_a, sa_k, 64) if scales[0] == "vector" else None,
+        _vector(scale_b, sb_k, half) if scales[1] == "vector" else None,
+        _matrix(out, out_m, (64, config.WIDTH)) if wide else None,
+        scale_a, scale_b, bias, out,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(
+    config: Config, sizes: tuple[int, ...], device: torch.device, *dtypes: torch.dtype | None
+) -> Launch:
+    """``dtypes``: not asked for, but Triton compiles for each of them."""
+    m, n = sizes[:2]
+    programs = -(-m // 128) * -(-n // config.BN)
+    if device.type == "cuda":
+        programs = min(programs, torch.cuda.get_device_properties(device).multi_processor_count)
+    return Launch(matmul_kernel, (programs, 1, 1), *sizes, options={"num_warps": 4}, P=config)
+
+
+def _scale(scale: Tensor, kind: str) -> tuple[Tensor, int, int]:
+    """A scale as the kernel reads it, and its strides; a copy where TMA cannot read vectors as they
+    lie, which is where their number is no multiple of 4."""
+    rows, blocks = scale.shape
+    if kind == "outer":
+        return scale, 0 if rows == 1 else scale.stride(0), 0
+    if kind == "square":
+        return scale, scale.stride(0), scale.stride(1)
+    step = scale.stride(1) if blocks > 1 else 0
+    if (rows > 1 and scale.stride(0) != 1) or step % 4 or scale.data_ptr() % 16:
+        step = rows + -rows % 4
+        scale = scale.new_empty(blocks, step).t()[:rows].copy_(scale)
+    return scale, 1, step
+
+
+def _matrix(x: Tensor, stride: int, block: tuple[int, int]) -> TensorDescriptor:
+    rows, columns = x.shape
+    if rows == 1:  # whose stride may be anything
+        stride = columns + -columns % 16
+    return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), _layout(block, x.dtype))
+
+
+def _vector(scale_RB: Tensor, step: int, block: int) -> TensorDescriptor:
+    """All memory of a rows-major scale, from its first element to its last."""
+    rows, blocks = scale_RB.shape
+    length = (blocks - 1) * step + rows
+    return TensorDescriptor(scale_RB, [length], [1], [block], _layout((block,), torch.float32))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How TMA lays out a block in shared memory."""
+    if len(block) == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    others = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+    element = others.get(dtype) or getattr(gl, format_of(dtype).triton)
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
