@@ -37,7 +37,7 @@ from .devices import OPS, DeviceProfile, assume_device, describe, device_profile
 from .dispatch.matmul import multiply
 from .formats import E8M0, FORMATS, Float8Format, format_of
 from .kernels import quantize as cast
-from .kernels.matmul import IMPLEMENTATIONS, Operand, triton_refusal
+from .kernels.matmul import IMPLEMENTATIONS, RULES, Operand, native_mode, triton_refusal
 from .kernels.quantize import CastPlan
 from .recipe import RECIPES, Plan
 from .scaling import FULL, SCALE_MODES, Block, block_name, decode_scale, scale_dtype
@@ -355,9 +355,10 @@ def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int])
             b = b._replace(block=b.block[::-1])
             answers = {name: refuse(row, a, b) for name, refuse in IMPLEMENTATIONS.items()}
             # What `select` answered, and would answer there.
-            impl = plan.impl if real else next(name for name in answers if answers[name] is None)
-            # The reference pads nothing, the Triton kernel the contraction alone.
-            sizes = {"torch": (), "triton": shape[2:]}.get(impl, shape[1:])
+            order = RULES.get((row.arch, native_mode(a, b)), IMPLEMENTATIONS)
+            impl = plan.impl if real else next(name for name in order if answers[name] is None)
+            # The reference pads nothing, this library's kernels the contraction alone.
+            sizes = {"torch": (), "hopper": shape[2:], "triton": shape[2:]}.get(impl, shape[1:])
             padded = any(size % row.alignment for size in sizes)
             refusals = {name: reason for name, reason in answers.items() if reason is not None}
             found.append({**entry, "impl": impl, "refusals": refusals, "padded": padded})

@@ -17,18 +17,22 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from cross_compile import POINTERS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from float8.devices import describe
-from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
+from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS
 from float8.kernels import matmul_triton
 from float8.scaling import FULL, scale_shape
 
-POINTERS = {**POINTERS, torch.float16: "*fp16"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+} | {f.dtype: f"*{f.triton.replace('float8e', 'fp8e')}" for f in FORMATS if f.kind != "e8m0"}
 # blocks of a and b, dtype of the scales, whether sums may stay in the tensor cores, dtype out
 MODES: dict[str, tuple[Any, ...]] = {
     "tensor fast": ((FULL, FULL), (FULL, FULL), torch.float32, True, torch.bfloat16),

@@ -131,7 +131,7 @@ def _cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("impl", ["torch", "cublas", "triton"])
+@pytest.mark.parametrize("impl", [*matmul.IMPLEMENTATIONS])
 @pytest.mark.parametrize("blocks", [*NATIVE.values(), *ODD.values()], ids=[*NATIVE, *ODD])
 def test_empty_matrices(blocks: Blocks, impl: str, device: str) -> None:
     with deterministic():  # memory that nobody wrote would be NaN
@@ -375,7 +375,7 @@ sm_90, so triton: torch's scaled_mm has no mode for blocks (1, 32) times (32, 1)
     torch.float32 and torch.float32
 sm_90, so triton: torch multiplies MX blocks on sm_100, sm_103, sm_120, gfx950
 sm_90, so torch: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz
-sm_90, so triton: cuBLASLt does not multiply e5m2 by e5m2
+sm_90, so hopper: cuBLASLt does not multiply e5m2 by e5m2
 sm_100, so triton: torch multiplies 128-wide blocks on sm_90 only
 sm_100, so triton: the rowwise kernel of sm_100 takes e4m3 times e4m3 only
 gfx942, so torch: gfx942 multiplies fnuz formats, these are e4m3fn and e4m3fn
@@ -444,13 +444,60 @@ sm_90: sm_90 is assumed; PyTorch's reference runs""",
     )
 
 
+def test_what_the_hopper_kernel_does_not_multiply(on: Callable[[str], None]) -> None:
+    expecttest = pytest.importorskip("expecttest")
+    lines = []
+    for arch, operand_pair in (
+        ("sm_80", pair(NATIVE["row x row"])),
+        ("sm_89", pair(NATIVE["row x row"])),
+        ("sm_90", pair(NATIVE["row x row"], flavour="fnuz")),
+        ("sm_90", pair(NATIVE["mx"])),
+        ("sm_90", pair(ODD["rows of 16 x tensor"])),
+        ("sm_90", pair(((1, 128), (128, 128), "e8m0_rceil"))),
+    ):
+        on(arch)
+        with pytest.raises(ValueError, match="impl='hopper' cannot") as refusal:
+            select(CPU, *operand_pair, impl="hopper")
+        reason = str(refusal.value).partition(": ")[2].removesuffix("; choose another, or None")
+        lines.append(f"{arch}: {reason}")
+    for name, blocks in NATIVE.items():
+        if name != "mx":
+            assert select(CPU, *pair(blocks), impl="hopper") == "hopper"
+    expecttest.assert_expected_inline(
+        wrapped(*lines),
+        """\
+sm_80: sm_80 has no FP8 instructions; they start with sm_89
+sm_89: the Hopper kernel is made for sm_90 alone
+sm_90: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz
+sm_90: the Hopper kernel takes float32 scales per tensor, row or 128 of K, these are
+    torch.float8_e8m0fnu and torch.float8_e8m0fnu of blocks (1, 32) times (32, 1)
+sm_90: the Hopper kernel takes float32 scales per tensor, row or 128 of K, these are
+    torch.float32 and torch.float32 of blocks (16, FULL) times (FULL, FULL)
+sm_90: the Hopper kernel takes float32 scales per tensor, row or 128 of K, these are
+    torch.float8_e8m0fnu and torch.float8_e8m0fnu of blocks (1, 128) times (128, 128)""",
+    )
+
+
+def test_measurements_decide_the_order(
+    on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("sm_90")
+    monkeypatch.setitem(matmul.RULES, ("sm_90", "rowwise"), ("hopper", "cublas", "torch"))
+    assert select(CPU, *pair(NATIVE["row x row"])) == "hopper"
+    assert select(CPU, *pair(NATIVE["row x row"], flavour="fnuz")) == "torch"
+    assert select(CPU, *pair(NATIVE["tensor x tensor"])) == "cublas"
+    on("sm_89")
+    assert select(CPU, *pair(NATIVE["row x row"])) == "cublas"
+
+
 def test_an_unknown_implementation_is_refused() -> None:
     expecttest = pytest.importorskip("expecttest")
     with pytest.raises(ValueError, match="unknown") as refusal:
         select(CPU, *pair(NATIVE["mx"]), impl="cutlass")
     expecttest.assert_expected_inline(
         str(refusal.value),
-        "impl='cutlass' is unknown; choose one of cublas, triton, torch, or None for the fastest",
+        "impl='cutlass' is unknown; choose one of cublas, hopper, triton, torch, or None for the "
+        "fastest",
     )
 
 
@@ -644,6 +691,42 @@ def test_torchs_kernels_get_aligned_copies_of_views(blocks: Blocks, native: Scal
                     (rewrite(data), rewrite_scale(scale), block) for data, scale, block in (a, b)
                 ]
                 assert_product(multiply(*rewritten, torch.float32, "cublas"), a, b)
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if name != "mx"])
+def test_the_hopper_kernel_gets_what_it_documents(
+    name: str, on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from float8.kernels import matmul_hopper
+
+    def multiplied(
+        a_MK: Tensor,
+        b_NK: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        mode: matmul_hopper.Mode,
+        out_dtype: torch.dtype,
+        fast_accum: bool,
+    ) -> Tensor:
+        assert matmul_hopper.fits(a_MK, b_NK) is None
+        wide = []
+        for x, scale, block in zip(
+            (a_MK, b_NK), (scale_a, scale_b), matmul_hopper.BLOCKS[mode], strict=True
+        ):
+            single = mode == "rowwise" and scale.shape == (1, 1)
+            assert single or scale.shape == scale_shape(x.shape, block)
+            wide.append(values(x, scale, (FULL, FULL) if single else block))
+        return (wide[0] @ wide[1].t()).to(out_dtype)
+
+    on("sm_90")
+    monkeypatch.setattr(matmul_hopper, "scaled_mm_hopper", multiplied)
+    for m, k, n in ((1, 1, 1), (35, 129, 17), (130, 256, 300)):
+        a, b = operands(m, k, n, NATIVE[name], (E5M2, E4M3FN))
+        assert_product(multiply(a, b, torch.float32, "hopper"), a, b)
+        for rewrite in REWRITES.values():
+            moved = [(rewrite(data), scale, block) for data, scale, block in (a, b)]
+            assert_product(multiply(*moved, torch.float32, "hopper"), a, b)
 
 
 def test_slices_of_scaled_tensors_reach_torchs_kernels(native: Scaled) -> None:

@@ -8,9 +8,9 @@ Shape letters: M rows of a, N columns of b, K the contraction. a_MK is scaled by
     to out_dtype
 
 Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on
-    AMD); ``triton`` is this library's kernel for every GPU with FP8 matrix instructions and every
-    mode of scaling; ``torch`` multiplies the dequantised operands in float32 on any device and is
-    the reference.
+    AMD); ``hopper`` is this library's kernel for sm_90, and ``triton`` the one for every GPU with
+    FP8 matrix instructions and every mode of scaling; ``torch`` multiplies the dequantised operands
+    in float32 on any device and is the reference.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def contraction_error(a: Operand, b: Operand, k: int) -> str | None:
 def select(device: torch.device, a: Operand, b: Operand, impl: str | None = None) -> str:
     """Name of the implementation that multiplies a by b on ``device``.
 
-    Without ``impl`` the first of IMPLEMENTATIONS that does not refuse; a named one must not refuse.
+    Without ``impl`` the first that does not refuse, in the order of RULES or else of
+    IMPLEMENTATIONS; a named one must not refuse.
 
     Raises:
         ValueError: the named implementation is unknown or refuses; the message gives every reason.
@@ -78,7 +79,7 @@ def select(device: torch.device, a: Operand, b: Operand, impl: str | None = None
     profile = device_profile(device)
     refusals = {name: refuse(profile, a, b) for name, refuse in IMPLEMENTATIONS.items()}
     if impl is None:
-        return next(name for name, reason in refusals.items() if reason is None)
+        return next(name for name in preference(profile, a, b) if refusals[name] is None)
     if impl not in refusals:
         raise ValueError(
             f"impl={impl!r} is unknown; choose one of {', '.join(refusals)}, or None for the "
@@ -182,6 +183,24 @@ def _triton_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | Non
     return reason if reason or has_triton_package() else "triton is not installed"
 
 
+def _hopper_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+    if (reason := profile.refusal("convert")) is not None:
+        return reason
+    if profile.arch != "sm_90":
+        return "the Hopper kernel is made for sm_90 alone"
+    if (reason := _other_flavour(profile, a, b)) is not None:
+        return reason
+    if native_mode(a, b) in (None, "mx") or {a.scale_dtype, b.scale_dtype} != {torch.float32}:
+        return (
+            "the Hopper kernel takes float32 scales per tensor, row or 128 of K, these are "
+            f"{a.scale_dtype} and {b.scale_dtype} of blocks {block_name(a.block)} times "
+            f"{block_name(b.block)}"
+        )
+    from .matmul_hopper import refusal
+
+    return refusal()
+
+
 def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     return None
 
@@ -189,9 +208,17 @@ def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None
 # In the order in which they are preferred.
 IMPLEMENTATIONS = {
     "cublas": _cublas_refusal,
+    "hopper": _hopper_refusal,
     "triton": _triton_refusal,
     "torch": _never_refuses,
 }
+# Where measurements say otherwise: (architecture, native mode) to the names in their order.
+RULES: dict[tuple[str, str | None], tuple[str, ...]] = {}
+
+
+def preference(profile: DeviceProfile, a: Operand, b: Operand) -> tuple[str, ...]:
+    """Names of IMPLEMENTATIONS, best first, for operands on a device."""
+    return RULES.get((profile.arch, native_mode(a, b)), tuple(IMPLEMENTATIONS))
 
 
 def scaled_mm(
@@ -225,7 +252,11 @@ def scaled_mm(
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     if impl == "torch":
         return scaled_mm_torch(a, b, scale_a, scale_b, block_a, block_b, out_dtype)
-    run = _scaled_mm_triton if impl == "triton" else _scaled_mm_cublas
+    run = {
+        "cublas": _scaled_mm_cublas,
+        "hopper": _scaled_mm_hopper,
+        "triton": _scaled_mm_triton,
+    }[impl]
     return run(a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum)
 
 
@@ -311,6 +342,29 @@ def _scaled_mm_cublas(
             output_dtype=native, use_fast_accum=fast_accum and not blocked,
         ).to(out_dtype)  # fmt: skip
     return out if out.shape == (m, n) else out[:m, :n].contiguous()
+
+
+def _scaled_mm_hopper(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
+    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
+    if (reason := _hopper_refusal(device_profile(a.device), left, right)) is not None:
+        raise ValueError(_cannot("hopper", reason))
+    from .matmul_hopper import BLOCKS, Mode, scaled_mm_hopper
+
+    # A tensor's one scale is one of "rowwise" too.
+    blocks = left.block, right.block[::-1]
+    mode: Mode = next((mode for mode in BLOCKS if BLOCKS[mode] == blocks), "rowwise")
+    operands = _aligned(a, 1, 16), _aligned(b.t(), 1, 16)
+    return scaled_mm_hopper(*operands, scale_a, scale_b.t(), mode, out_dtype, fast_accum)
 
 
 def _scaled_mm_triton(
