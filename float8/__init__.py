@@ -20,6 +20,7 @@ from .formats import E5M2 as E5M2
 from .formats import E5M2FNUZ as E5M2FNUZ
 from .formats import E8M0 as E8M0
 from .formats import Float8Format as Float8Format
+from .grouped import grouped_mm as grouped_mm
 from .linear import Float8Linear as Float8Linear
 from .linear import linear as linear
 from .mlp import SwiGLU as SwiGLU

@@ -33,7 +33,7 @@ def cast_layouts(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> t
             cast_t.scale_mode,
         )
         return (data, scale), (data_t, scale_t)
-    return _cast_one(x, cast), _cast_one(x.t(), cast_t)
+    return _cast_one(x, cast), _cast_one(x.mT, cast_t)
 
 
 def _cast_one(x: Tensor, cast: CastPlan | None) -> Parts:

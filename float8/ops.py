@@ -8,6 +8,7 @@ They carry no gradient and know no tensor class; ``float8.quantize``, ``Float8Tr
 import torch
 
 from .kernels import fused as _fused  # noqa: F401 (registers)
+from .kernels import grouped as _grouped  # noqa: F401
 from .kernels import matmul as _matmul  # noqa: F401
 from .kernels import quantize as _quantize  # noqa: F401
 from .kernels import quantize_grouped as _quantize_grouped  # noqa: F401
@@ -18,6 +19,9 @@ quantize_grouped = torch.ops.float8.quantize_grouped
 quantize_static = torch.ops.float8.quantize_static
 dequantize = torch.ops.float8.dequantize
 scaled_mm = torch.ops.float8.scaled_mm
+grouped_mm = torch.ops.float8.grouped_mm
+grouped_wgrad = torch.ops.float8.grouped_wgrad
+grouped_mm_hp = torch.ops.float8.grouped_mm_hp
 rms_norm_quantize = torch.ops.float8.rms_norm_quantize
 swiglu_quantize = torch.ops.float8.swiglu_quantize
 swiglu_backward_quantize = torch.ops.float8.swiglu_backward_quantize

@@ -1,0 +1,249 @@
+"""The grouped matrix product of mixture-of-experts layers in FP8: one autograd function, three
+grouped GEMMs.
+
+Shape letters: T tokens, sorted by group (expert); G groups; K in features; N out features. x input,
+    w weights, g gradient of the output. offs holds where each group's rows end.
+
+    forward  y_TN[rows of e]  = x_TK[rows of e] @ w_GKN[e]
+    dgrad    gx_TK[rows of e] = g_TN[rows of e] @ w_GKN[e].T
+    wgrad    gw_GNK[e]        = g_TN[rows of e].T @ x_TK[rows of e]
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .devices import DeviceProfile, assumed_device, device_profile
+from .kernels.grouped import IMPLEMENTATIONS, WGRAD_IMPLEMENTATIONS, select, zero_tail
+from .kernels.matmul import Operand
+from .kernels.quantize import CastPlan
+from .linear import Parts, cast_layouts, kept_whole
+from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
+from .scaling import Block, scale_dtype
+from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
+
+Columns = tuple[Any, Any, Any]  # (data_t, scale_t, offs_t) of quantize_grouped; or Nones
+
+
+def cast_groups(
+    x_TK: Tensor, offs: Tensor, cast: CastPlan | None, cast_t: CastPlan | None
+) -> tuple[Parts, Columns]:
+    """FP8 parts of x, and of each group's transpose; Nones for a cast that is None."""
+    if cast is not None and cast.block[0] != 1:
+        # Rows of no group may hold anything, and must not decide about others' scales.
+        x_TK = zero_tail(x_TK, offs)
+    if cast_t is None:
+        return cast_layouts(x_TK, cast, None)[0], (None, None, None)
+    data, scale, data_t, scale_t, offs_t = torch.ops.float8.quantize_grouped(
+        x_TK,
+        offs,
+        None if cast is None else cast.block,
+        None if cast is None else cast.dtype,
+        None if cast is None else cast.scale_mode,
+        cast_t.block,
+        cast_t.dtype,
+        cast_t.scale_mode,
+    )
+    return (None, None) if cast is None else (data, scale), (data_t, scale_t, offs_t)
+
+
+def _multiply_rows(a: Parts, b: Parts, offs: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """a [rows, contraction] times each group's b [columns, contraction] transposed."""
+    lead, columns, inner = plan.b.block
+    out: Tensor = torch.ops.float8.grouped_mm(
+        a[0],
+        b[0].mT,
+        a[1],
+        b[1].mT,
+        offs,
+        plan.a.block,
+        (lead, inner, columns),
+        dtype,
+        plan.fast_accum,
+        plan.impl,
+    )
+    return out
+
+
+class _GroupedMM(torch.autograd.Function):
+    """Saved for backward: FP8 copies of x in the layout wgrad needs (x itself where wgrad is in
+    high precision), and the weights, or their FP8 copies for dgrad; each only if a requested
+    gradient needs it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, w_GKN: Tensor, offs: Tensor, plans: Plans, save_weight: bool
+    ) -> Tensor:
+        dtype = x_TK.dtype
+        needs_gx, needs_gw = ctx.needs_input_grad[:2]
+        forward, dgrad, wgrad = plans
+        keep_x = wgrad.b if needs_gw and wgrad is not None else None
+        keep_w = dgrad.b if needs_gx and save_weight and dgrad is not None else None
+        x, (x_t, x_t_scale, _) = cast_groups(x_TK, offs, forward and forward.a, keep_x)
+        w, (w_t, w_t_scale) = cast_layouts(w_GKN.mT, forward and forward.b, keep_w)
+        if forward is None:
+            y_TN: Tensor = torch.ops.float8.grouped_mm_hp(x_TK, w_GKN.to(dtype), offs)
+        else:
+            y_TN = _multiply_rows(x, w, offs, forward, dtype)
+        if needs_gw and wgrad is None:
+            x_t = x_TK
+        if needs_gx and w_t is None:
+            w_t = w_GKN
+        needs = needs_gx or needs_gw
+        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, offs if needs else None)
+        ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_GKN.dtype
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "float8.grouped_mm is differentiable once, and create_graph=True asks for a second "
+                "derivative (a gradient penalty, a Hessian); leave it out, or keep the layers that "
+                "need one in high precision"
+            )
+        x_t, x_t_scale, w, w_scale, offs = ctx.saved_tensors
+        needs_gx, needs_gw = ctx.needs_input_grad[:2]
+        dtype, (_, dgrad, wgrad) = ctx.dtype, ctx.plans
+        g, (g_t, g_t_scale, offs_t) = cast_groups(
+            g_TN,
+            offs,
+            dgrad.a if needs_gx and dgrad is not None else None,
+            wgrad.a if needs_gw and wgrad is not None else None,
+        )
+        gx_TK = gw_GKN = None
+        if needs_gx and dgrad is None:
+            gx_TK = torch.ops.float8.grouped_mm_hp(g_TN, w.to(dtype).mT, offs)
+        elif needs_gx:
+            w_t = (w, w_scale) if w_scale is not None else cast_layouts(w, dgrad.b, None)[0]
+            gx_TK = _multiply_rows(g, w_t, offs, dgrad, dtype)
+        if needs_gw:
+            if wgrad is None:
+                gw_GNK = torch.ops.float8.grouped_mm_hp(g_TN.t(), x_t, offs)
+            else:
+                blocks = wgrad.a.block, wgrad.b.block
+                gw_GNK = torch.ops.float8.grouped_wgrad(
+                    g_t, x_t, g_t_scale, x_t_scale, offs_t, *blocks, dtype, wgrad.fast_accum,
+                    wgrad.impl,
+                )  # fmt: skip
+            gw_GKN = gw_GNK.to(ctx.w_dtype).mT
+        return gx_TK, gw_GKN, None, None, None
+
+
+_keep_whole = kept_whole(_GroupedMM)
+
+
+def grouped_plans(recipe: Recipe, device: torch.device) -> Plans:
+    """``recipe.plan`` for groups: weights are stacks, and the implementations those of grouped
+    products."""
+    if torch.compiler.is_compiling():
+        return _plans(recipe, device)
+    return _cached_plans(recipe, device, device_profile(device))
+
+
+@functools.cache  # as of recipe.plan
+def _cached_plans(recipe: Recipe, device: torch.device, profile: DeviceProfile) -> Plans:
+    return _plans(recipe, device)
+
+
+def _plans(recipe: Recipe, device: torch.device) -> Plans:
+    forward, dgrad, wgrad = recipe.plan(device)
+    return _stacked(forward, device), _stacked(dgrad, device), _of_columns(wgrad, device)
+
+
+def _stacked(plan: Plan | None, device: torch.device) -> Plan | None:
+    if plan is None:
+        return None
+    a, b = plan.a, plan.b
+    stack = (1, b.block[0], b.block[1])
+    left, right = (a.dtype, a.block, a.scale_mode), (b.dtype, stack, b.scale_mode)
+    impl = _choose(left, right, device, assumed_device())
+    return Plan(a, CastPlan(stack, b.dtype, b.scale_mode), plan.fast_accum, impl)
+
+
+def _of_columns(plan: Plan | None, device: torch.device) -> Plan | None:
+    if plan is None:
+        return None
+    a, b = plan.a, plan.b
+    left, right = (a.dtype, a.block, a.scale_mode), (b.dtype, b.block, b.scale_mode)
+    return Plan(a, b, plan.fast_accum, _choose(left, right, device, assumed_device()))
+
+
+_Operand = tuple[torch.dtype, Block, str]
+
+
+def _choose(a: _Operand, b: _Operand, device: torch.device, assumed: str | None) -> str:
+    """Who multiplies rows by a stack, or columns by columns."""
+    left, right = (Operand(dtype, block, scale_dtype(mode)) for dtype, block, mode in (a, b))
+    *lead, columns, inner = right.block
+    table = IMPLEMENTATIONS if lead else WGRAD_IMPLEMENTATIONS
+    return select(device, left, right._replace(block=(*lead, inner, columns)), table=table)
+
+
+# As recipe._resolve: a constant of compiled graphs, which guard on ``assumed``.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, *, recipe: Recipe = ROWWISE) -> Tensor:
+    """``torch._grouped_mm(x, w, offs=offs)`` in FP8, forward and backward, as ``recipe`` says;
+    differentiable once. The rows of each group times its matrix.
+
+    Args:
+        x: [T, K] bf16, fp16 or fp32, rows sorted by group.
+        w: [G, K, N] of x's dtype, any strides: often ``weight.mT`` of a parameter [G, N, K], whose
+            gradient then comes in its own layout. Under autocast x is cast to its dtype, while w is
+            quantised from its own precision.
+        offs: int32 [G] on x's device: where each group's rows end. Groups may be empty and of any
+            size; the last may end before T.
+
+    Returns: [T, N] of x's dtype. Rows of no group are zero, as is their gradient, whatever x and
+        the gradient hold there; the gradient of an empty group's matrix is exactly zero. A block of
+        a scale that spans rows of several groups (tensorwise) is shared by them; those of the
+        transposes that multiply to weight gradients never are.
+
+    Raises:
+        ValueError: shapes, dtypes, layouts or devices do not fit, or ``recipe`` is no Recipe, or
+            its blocks along tokens would cross groups in wgrad.
+        NotImplementedError: an operand is an FP8 tensor; or as ``float8.linear``.
+
+    No size waits for the device, but the PyTorch references, which multiply where no kernel does,
+    read offs.
+    """
+    if (plain := getattr(type(w), "plain", None)) is not None:
+        w = plain(w)  # a Float8Weight's own recipe is for modules that do not name one
+    check_recipe(recipe)
+    refuse_functorch("float8.grouped_mm")
+    x = _operand(x, w)
+    if torch.compiler.is_compiling():
+        _keep_whole()
+    plans, save_weight = grouped_plans(recipe, x.device), recipe.weight_for_dgrad == "save"
+    y: Tensor = _GroupedMM.apply(x, w, offs, plans, save_weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _operand(x: Tensor, w: Tensor) -> Tensor:
+    """x as autocast wants it; raises unless it fits w. The ops check shapes, offs and devices."""
+    if isinstance(x, Float8TrainingTensor) or isinstance(w, Float8TrainingTensor):
+        raise NotImplementedError(
+            "float8.grouped_mm casts x and w itself, and got a Float8TrainingTensor; pass "
+            ".dequantize() of it"
+        )
+    # As linear.operands.
+    autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    if autocast and x.dtype in HIGH_PRECISION:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype != w.dtype:
+        raise ValueError(
+            f"x is {x.dtype} and w {w.dtype}; bring both to one dtype, or run under torch.autocast"
+        )
+    strided = x.layout == w.layout == torch.strided
+    if x.dtype not in HIGH_PRECISION or w.dtype not in HIGH_PRECISION or not strided:
+        raise ValueError(
+            f"x is {x.dtype} with layout {x.layout} and w {w.dtype} with layout {w.layout}; an FP8 "
+            f"product takes strided {', '.join(map(str, HIGH_PRECISION))}"
+        )
+    return x
