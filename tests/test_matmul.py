@@ -314,6 +314,25 @@ CHOICES = {
 }
 
 
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice once every kernel has passed its tests on a GPU."""
+    monkeypatch.setattr(matmul, "UNPROVEN", ())
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "gfx942", "gfx950"])
+def test_kernels_that_have_not_run_on_a_gpu_run_by_name_only(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "device_profile", lambda device: describe(arch))
+    flavour = describe(arch).flavour
+    for name in NATIVE:
+        operands = pair(NATIVE[name], flavour=flavour)
+        assert select(CPU, *operands) in ("cublas", "torch")
+        assert select(CPU, *operands, impl="triton") == "triton"
+
+
+@pytest.mark.usefixtures("proven")
 @pytest.mark.parametrize("arch", CHOICES)
 def test_what_each_architecture_takes(arch: str, on: Callable[[str], None]) -> None:
     on(arch)
@@ -322,6 +341,7 @@ def test_what_each_architecture_takes(arch: str, on: Callable[[str], None]) -> N
     assert select(CPU, *pair(ODD["3x5 x 2x5"])) == "torch"
 
 
+@pytest.mark.usefixtures("proven")
 def test_gfx942_multiplies_fnuz(on: Callable[[str], None]) -> None:
     on("gfx942")
     for kinds in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2")):
@@ -331,6 +351,7 @@ def test_gfx942_multiplies_fnuz(on: Callable[[str], None]) -> None:
         assert select(CPU, *pair(NATIVE[name], flavour="fnuz")) == "triton"
 
 
+@pytest.mark.usefixtures("proven")
 def test_every_refusal_gives_its_reason(on: Callable[[str], None]) -> None:
     expecttest = pytest.importorskip("expecttest")
     fn, fnuz = "fn", "fnuz"
