@@ -211,11 +211,11 @@ def _check_groups(a: Tensor, b: Tensor, offs: Tensor) -> None:
 
 def check_offs(offs: Tensor, groups: int | None = None) -> None:
     """Raise ValueError unless ``offs`` can say where so many groups (any number, if None) end."""
-    if offs.dtype != torch.int32 or offs.ndim != 1 or offs.shape[0] != (groups or offs.shape[0]):
-        needed = "groups" if groups is None else groups
+    fits = offs.ndim == 1 and offs.shape[0] > 0 and groups in (None, offs.shape[0])
+    if offs.dtype != torch.int32 or not fits:
         raise ValueError(
             f"offs is {offs.dtype} of shape {tuple(offs.shape)}; it must be torch.int32 of shape "
-            f"({needed},), with where each group ends"
+            f"({'groups' if groups is None else groups},), with where each group ends"
         )
 
 

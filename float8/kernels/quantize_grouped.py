@@ -92,13 +92,16 @@ def quantize_grouped(
         parts.append(quantize(F.pad(x[start:end].t(), (0, widths[-1] - (end - start))), *col))
     rest = x.new_zeros(features, padded_tokens(rows, len(ends)) - sum(widths))
     parts.append(quantize(rest, *col))
-    if col.block[1] == FULL:
-        scale_t = torch.cat([scale.t() for _, scale in parts[:-1]])
-    else:
-        scale_t = scale_layout(torch.cat([scale for _, scale in parts], 1), col.block)
+    # Autocast would bring what is joined to one dtype, and knows none of one byte.
+    with torch.autocast(x.device.type, enabled=False):
+        data_t = torch.cat([data for data, _ in parts], 1)
+        if col.block[1] == FULL:
+            scale_t = torch.cat([scale.t() for _, scale in parts[:-1]])
+        else:
+            scale_t = scale_layout(torch.cat([scale for _, scale in parts], 1), col.block)
     return (
         *(_no_rows(x) if row is None else quantize(x, *row)),
-        torch.cat([data for data, _ in parts], 1),
+        data_t,
         scale_t,
         torch.tensor(list(accumulate(widths)), dtype=torch.int32, device=x.device),
     )
