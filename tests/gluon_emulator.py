@@ -383,9 +383,9 @@ def emulated(module: ModuleType, kernel: str, seed: int) -> Iterator[None]:
             return launch
 
     names.update({kernel: Kernel(), "_layout": layout})
-    module._launch.cache_clear()
+    module._product.cache_clear()
     try:
         yield
     finally:
         names.update(before)
-        module._launch.cache_clear()
+        module._product.cache_clear()

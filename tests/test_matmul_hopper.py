@@ -351,6 +351,13 @@ def test_a_triton_without_gluon_is_refused(
     assert str(refusal()).startswith("Triton does not have Gluon as the Hopper kernel uses it (")
 
 
+def test_a_gluon_with_other_names_is_refused(
+    asked_anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(matmul_hopper_triton.gl, "NVMMADistributedLayout")
+    assert refusal() == "Triton's Gluon does not have NVMMADistributedLayout"
+
+
 # ---- machine code ------------------------------------------------------------------------------
 
 

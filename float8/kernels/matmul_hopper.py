@@ -35,6 +35,7 @@ BLOCKS: dict[Mode, tuple[Block, Block]] = {
     "block2": ((1, 128), (1, 128)),
 }
 _KINDS = {FULL: "outer", 1: "vector", 128: "square"}
+_GLUON = ("NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "warp_specialize")
 _LARGEST = 2**30  # coordinates are 32-bit, and tiles reach beyond the last row
 
 
@@ -42,10 +43,13 @@ _LARGEST = 2**30  # coordinates are 32-bit, and tiles reach beyond the last row
 def refusal() -> str | None:
     """Why this installation of Triton cannot compile the kernel, None if it can."""
     try:
+        from triton.experimental.gluon import language as gl
+
         from . import matmul_hopper_triton  # noqa: F401
     except (ImportError, AttributeError) as error:
         return f"Triton does not have Gluon as the Hopper kernel uses it ({error})"
-    return None
+    absent = [name for name in _GLUON if not hasattr(gl, name)]
+    return f"Triton's Gluon does not have {', '.join(absent)}" if absent else None
 
 
 def fits(a_MK: Tensor, b_NK: Tensor) -> str | None:

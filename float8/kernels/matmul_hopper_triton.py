@@ -360,37 +360,23 @@ def multiply(
     accumulate: bool,
 ) -> None:
     """Write, or add, the product to out. ``scales``: how each operand's lie (``Config``)."""
-    (m, k), n = a_MK.shape, b_NK.shape[0]
-    scale_a, sa_m, sa_k = _scale(scale_a, scales[0])
-    scale_b, sb_n, sb_k = _scale(scale_b, scales[1])
-    out_m, size = out.stride(0) if m > 1 else n, out.element_size()
-    wide = 0 if (out_m * size | out.data_ptr()) % 16 else size
-    config = Config.of(scales, fast, bias is not None, accumulate, wide)
-    half = config.BN // config.HALVES
-    launch = _launch(
-        config, (m, n, k, sa_m, sa_k, sb_n, sb_k, out_m), a_MK.device,
-        a_MK.dtype, b_NK.dtype, out.dtype, None if bias is None else bias.dtype,
+    scale_a, *strides_a = _scale(scale_a, scales[0])
+    scale_b, *strides_b = _scale(scale_b, scales[1])
+    pitches = _pitch(a_MK), _pitch(b_NK), _pitch(out)
+    size = out.element_size()
+    wide = 0 if (pitches[2] * size | out.data_ptr()) % 16 else size
+    bias_dtype = None if bias is None else bias.dtype
+    run = _product(
+        (*out.shape, a_MK.shape[1]), pitches, (*strides_a, *strides_b), scales, fast, accumulate,
+        wide, (a_MK.dtype, b_NK.dtype, out.dtype, bias_dtype), a_MK.device,
     )  # fmt: skip
-    launch(
-        _matrix(a_MK, a_MK.stride(0), (64, config.BK)),
-        _matrix(b_NK, b_NK.stride(0), (half, config.BK)),
-        _vector(scale_a, sa_k, 64) if scales[0] == "vector" else None,
-        _vector(scale_b, sb_k, half) if scales[1] == "vector" else None,
-        _matrix(out, out_m, (64, config.WIDTH)) if wide else None,
-        scale_a, scale_b, bias, out,
-    )  # fmt: skip
+    run(a_MK, b_NK, scale_a, scale_b, bias, out)
 
 
-@functools.lru_cache(maxsize=1024)
-def _launch(
-    config: Config, sizes: tuple[int, ...], device: torch.device, *dtypes: torch.dtype | None
-) -> Launch:
-    """``dtypes``: not asked for, but Triton compiles for each of them."""
-    m, n = sizes[:2]
-    programs = -(-m // 128) * -(-n // config.BN)
-    if device.type == "cuda":
-        programs = min(programs, torch.cuda.get_device_properties(device).multi_processor_count)
-    return Launch(matmul_kernel, (programs, 1, 1), *sizes, options={"num_warps": 4}, P=config)
+def _pitch(x: Tensor) -> int:
+    """Elements from row to row; a single row may have any stride."""
+    rows, columns = x.shape
+    return x.stride(0) if rows > 1 else columns + -columns % 16
 
 
 def _scale(scale: Tensor, kind: str) -> tuple[Tensor, int, int]:
@@ -408,21 +394,94 @@ def _scale(scale: Tensor, kind: str) -> tuple[Tensor, int, int]:
     return scale, 1, step
 
 
-def _matrix(x: Tensor, stride: int, block: tuple[int, int]) -> TensorDescriptor:
-    rows, columns = x.shape
-    if rows == 1:  # whose stride may be anything
-        stride = columns + -columns % 16
-    return TensorDescriptor(x, [rows, columns], [stride, 1], list(block), _layout(block, x.dtype))
+class _Product:
+    """The launch for operands of one geometry."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        pitches: tuple[int, int, int],
+        scale_strides: tuple[int, int, int, int],
+        config: Config,
+        dtypes: tuple[torch.dtype, ...],
+        device: torch.device,
+    ) -> None:
+        (m, n, k), (a_m, b_n, out_m), (_, sa_k, _, sb_k) = sizes, pitches, scale_strides
+        half, blocks = config.BN // config.HALVES, -(-k // 128)
+        # A vector scale is one row: all of its memory, from the first element to the last.
+        self.windows = (
+            _Window((m, k), (a_m, 1), (64, config.BK), dtypes[0]),
+            _Window((n, k), (b_n, 1), (half, config.BK), dtypes[1]),
+            _Window(((blocks - 1) * sa_k + m,), (1,), (64,), torch.float32)
+            if config.SCALE_A == "vector" else None,
+            _Window(((blocks - 1) * sb_k + n,), (1,), (half,), torch.float32)
+            if config.SCALE_B == "vector" else None,
+            _Window((m, n), (out_m, 1), (64, config.WIDTH), dtypes[2]) if config.TMA_OUT else None,
+        )  # fmt: skip
+        programs = -(-m // 128) * -(-n // config.BN)
+        if device.type == "cuda":
+            programs = min(programs, torch.cuda.get_device_properties(device).multi_processor_count)
+        self.launch = Launch(
+            matmul_kernel, (programs, 1, 1), *sizes, *scale_strides, out_m,
+            options={"num_warps": 4}, P=config,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        tensors = (a, b, scale_a, scale_b, out)
+        seen: list[Any] = [w and w.over(x) for w, x in zip(self.windows, tensors, strict=True)]
+        self.launch(*seen, scale_a, scale_b, bias, out)
 
 
-def _vector(scale_RB: Tensor, step: int, block: int) -> TensorDescriptor:
-    """All memory of a rows-major scale, from its first element to its last."""
-    rows, blocks = scale_RB.shape
-    length = (blocks - 1) * step + rows
-    return TensorDescriptor(scale_RB, [length], [1], [block], _layout((block,), torch.float32))
+@functools.lru_cache(maxsize=1024)
+def _product(
+    sizes: tuple[int, int, int],
+    pitches: tuple[int, int, int],
+    scale_strides: tuple[int, int, int, int],
+    scales: tuple[str, str],
+    fast: bool,
+    accumulate: bool,
+    wide: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> _Product:
+    """``dtypes``: of a, b, out and bias. The launch does not ask for all, but Triton compiles for
+    each of them."""
+    config = Config.of(scales, fast, dtypes[3] is not None, accumulate, wide)
+    return _Product(sizes, pitches, scale_strides, config, dtypes, device)
 
 
-@functools.cache
+class _Window:
+    """What TMA sees of tensors of one geometry. A descriptor's constructor checks what is the same
+    for all of them, at a cost for the host; so one is made, and copies of it."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        block: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape, self.strides, self.block = list(shape), list(strides), list(block)
+        self.layout = _layout(block, dtype)
+        self.checked: dict[str, Any] | None = None
+
+    def over(self, x: Tensor) -> Any:
+        if self.checked is None:
+            first = TensorDescriptor(x, self.shape, self.strides, self.block, self.layout)
+            self.checked = {**vars(first), "base": None}
+        descriptor = object.__new__(TensorDescriptor)
+        vars(descriptor).update(self.checked, base=x)
+        return descriptor
+
+
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """How TMA lays out a block in shared memory."""
     if len(block) == 1:
