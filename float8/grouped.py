@@ -93,8 +93,7 @@ class _GroupedMM(torch.autograd.Function):
             x_t = x_TK
         if needs_gx and w_t is None:
             w_t = w_GKN
-        needs = needs_gx or needs_gw
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, offs if needs else None)
+        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, offs)
         ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_GKN.dtype
         return y_TN
 
