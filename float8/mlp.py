@@ -227,6 +227,11 @@ def _swiglu_mlp(
     if norm_weight is not None and eps is None:
         eps = torch.finfo(torch.float32).eps
     w_gate, w_up, w_down = weights
+    if w_up.shape != w_gate.shape or w_down.shape != w_gate.shape[::-1]:
+        raise ValueError(
+            f"weights of shapes {tuple(w_gate.shape)}, {tuple(w_up.shape)} and "
+            f"{tuple(w_down.shape)} make no SwiGLU layer; needed (F, D), (F, D) and (D, F)"
+        )
     forward, dgrad, wgrad = plans
     # On a GPU the fused kernels have not passed their tests yet: there the parts run one by one.
     plain = all(type(t) in (Tensor, nn.Parameter) for t in (x, *weights)) and not x.is_cuda
@@ -234,12 +239,12 @@ def _swiglu_mlp(
         z = x if eps is None else F.rms_norm(x, x.shape[-1:], norm_weight, eps)
         gate, up = (linear(z, w, recipe=recipe) for w in (w_gate, w_up))
         return linear(silu_times(gate, up), w_down, recipe=recipe)
+    given = x
     x, _ = operands(x, w_gate, None)
-    if w_up.shape != w_gate.shape or w_down.shape != w_gate.shape[::-1]:
-        raise ValueError(
-            f"weights of shapes {tuple(w_gate.shape)}, {tuple(w_up.shape)} and "
-            f"{tuple(w_down.shape)} make no SwiGLU layer; needed (F, D), (F, D) and (D, F)"
-        )
+    if eps is not None and x.dtype != given.dtype:
+        # Autocast rounds a layer's input, not the norm's, which may lie beyond a float16.
+        z = F.rms_norm(given, given.shape[-1:], norm_weight, eps)
+        x, norm_weight, eps = z.to(x.dtype), None, None
     for w in (w_up, w_down.t()):
         operands(x, w, None)
     if torch.compiler.is_compiling():
@@ -249,9 +254,32 @@ def _swiglu_mlp(
     return unfold(y_MD, x)
 
 
+class _SiluTimes(torch.autograd.Function):
+    """``silu(gate) * up`` that keeps its inputs as they are: autograd would keep float32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _silu_times(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        g, a, u = (t.to(torch.float32) for t in (grad, gate, up))
+        s = torch.sigmoid(a)  # as swiglu_backward_quantize has it
+        return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(gate.dtype)
+
+
+def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+
+
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` in float32, rounded once to gate's dtype."""
-    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+    if torch.compiler.is_compiling():  # which decides by itself what to keep
+        return _silu_times(gate, up)
+    product: Tensor = _SiluTimes.apply(gate, up)  # type: ignore[no-untyped-call]
+    return product
 
 
 class SwiGLU(nn.Module):

@@ -6,6 +6,7 @@ layer's back, and what would be lost with an object that is replaced.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,13 +144,35 @@ def find_swiglus(model: nn.Module) -> list[SwigluSite]:
             names = module.names
         elif foreign:
             names = SwiGLU.names
-        elif isinstance(declared, tuple) and len(declared) in (3, 4):
+        elif declared is not None:
             names = declared
         else:
             continue
-        refusal = _refuse_swiglu(module, names, foreign)
+        refusal = _refuse_class(cls) if declared is not None and names is declared else None
+        refusal = refusal or _refuse_swiglu(module, names, foreign)
         found.append(SwigluSite(name, module, names, refusal))
     return found
+
+
+def _refuse_class(cls: type[nn.Module]) -> str | None:
+    """Why a class that declares ``float8_swiglu`` cannot give way to SwiGLU."""
+    names = vars(cls)["float8_swiglu"]
+    if (
+        not isinstance(names, tuple)
+        or len(names) not in (3, 4)
+        or not all(isinstance(name, str) for name in names)
+    ):
+        return (
+            f"its float8_swiglu is {names!r}; it must be a tuple of the names of gate, up and "
+            "down, and perhaps of a norm"
+        )
+    bases = cls.__mro__[: -len(nn.Module.__mro__)]
+    members = [name for base in bases for name in vars(base) if not name.startswith("__")]
+    if own := [name for name in members if name not in ("forward", "float8_swiglu")]:
+        return f"its class has {own[0]!r}, which SwiGLU lacks"
+    if (takes := list(inspect.signature(cls.forward).parameters)) != ["self", "x"]:
+        return f"its forward takes ({', '.join(takes)}), that of SwiGLU (self, x)"
+    return None
 
 
 def _refuse_swiglu(module: nn.Module, names: Sequence[str], foreign: bool) -> str | None:

@@ -2005,9 +2005,38 @@ Layer '0' got a forward of its own after convert, which may call that of SwiGLU;
     assert convert(model).fused == {"0": "rowwise", "1": "rowwise"}
 
 
+def test_a_class_that_has_more_than_swiglu_stays() -> None:
+    class Counts(MLP):
+        float8_swiglu = ("w1", "w3", "w2")
+
+        def flops(self) -> int:
+            return 6 * 32 * 48
+
+    class Listed(MLP):
+        float8_swiglu = ["w1", "w3", "w2"]  # noqa: RUF012
+
+    class ByKeyword(MLP):
+        float8_swiglu = ("w1", "w3", "w2")
+
+        def forward(self, hidden: Tensor, scale: float = 1) -> Tensor:
+            return super().forward(hidden) * scale
+
+    model = nn.ModuleDict({c.__name__: c() for c in (Counts, Listed, ByKeyword)})
+    report = convert(model)
+    assert report.fused == {}
+    assert [type(m) for m in model.values()] == [Counts, Listed, ByKeyword]
+    assert_expected_inline(
+        "\n".join(f"{name}: {reason}" for name, reason in report.not_fused.items()),
+        """\
+Counts: its class has 'flops', which SwiGLU lacks
+Listed: its float8_swiglu is ['w1', 'w3', 'w2']; it must be a tuple of the names of gate, up and down, and perhaps of a norm
+ByKeyword: its forward takes (self, hidden, scale), that of SwiGLU (self, x)""",  # noqa: E501
+    )
+
+
 def test_nothing_is_fused_when_a_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slotted(MLP):
-        __slots__ = ("x",)
+        __slots__ = ("__x__",)
         float8_swiglu = ("w1", "w3", "w2")
 
     model = nn.Sequential(MLP(), Slotted())

@@ -107,8 +107,10 @@ def test_given_amax() -> None:
     cast = CastPlan((FULL, FULL), E4M3FN.dtype, "fp32")
     for row, col in ((cast, None), (None, cast), (cast, cast)):
         measured = quantize_layouts(x, row, col)
-        for ours, theirs in zip(quantize_layouts(x, row, col, amax), measured, strict=True):
-            assert_same_bytes(ours, theirs)
+        strided = torch.cat([amax, amax * 2], 1)[:, :1]
+        for given in (amax, strided):
+            for ours, theirs in zip(quantize_layouts(x, row, col, given), measured, strict=True):
+                assert_same_bytes(ours, theirs)
 
 
 def test_prepared_launches_serve_other_values_and_alignments() -> None:

@@ -26,7 +26,7 @@ from torch.utils._triton import has_triton_package
 from ..devices import DeviceProfile, Op, device_profile
 from ..formats import E8M0, format_of
 from ..scaling import FULL, Block, block_name, decode_scale, num_blocks
-from .quantize import HIGH_PRECISION, check_devices, dequantize, names
+from .quantize import HIGH_PRECISION, check_devices, check_scale, dequantize, names
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define(
@@ -255,6 +255,9 @@ def scaled_mm(
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
     if impl == "torch":
         return scaled_mm_torch(a, b, scale_a, scale_b, block_a, block_b, out_dtype)
+    if impl != "cublas":  # which looks at them itself
+        check_scale(scale_a, a, block_a)
+        check_scale(scale_b, b, block_b)
     run = {
         "cublas": _scaled_mm_cublas,
         "hopper": _scaled_mm_hopper,
@@ -498,6 +501,8 @@ def _fake_scaled_mm(
     impl: str,
 ) -> Tensor:
     _check(a, b, scale_a, scale_b, out_dtype, impl)
+    check_scale(scale_a, a, block_a)
+    check_scale(scale_b, b, block_b)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 

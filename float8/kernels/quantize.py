@@ -70,7 +70,7 @@ def quantize(
         dtype: an FP8 dtype.
         scale_mode: one of ``float8.scaling.SCALE_MODES``.
         amax: max |x|, where it is known already, which spares a pass over x: float32 of the scale's
-            shape, for a tensorwise cast. Values beyond it saturate.
+            shape, for a tensorwise cast; NaN or Inf where x holds one. Values beyond it saturate.
 
     Returns:
         data: ``dtype``, shape of ``x``, contiguous.
@@ -128,7 +128,7 @@ def quantize_static(
         ValueError: an argument is none of these.
     """
     check_cast(x, block, dtype)
-    _check_scale(scale, x, block)
+    check_scale(scale, x, block)
     given = decode_scale(scale)
     live = block_amax(x, block).isfinite() & given.isfinite() & (given >= _LOWEST_GIVEN_SCALE)
     data = _cast(x, given, live, block, dtype)
@@ -156,7 +156,7 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
         ValueError: ``data`` is not FP8, or ``scale``, ``block`` or ``dtype`` does not fit.
     """
     _check_dequantize(data, block, dtype)
-    _check_scale(scale, data, block)
+    check_scale(scale, data, block)
     values = data.to(torch.float32) * broadcast_scale(decode_scale(scale), data.shape, block)
     return values.to(dtype).contiguous()
 
@@ -299,7 +299,8 @@ def check_devices(*tensors: Tensor) -> None:
         )
 
 
-def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
+def check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
+    """Raise ValueError unless ``scale`` may be that of x in these blocks."""
     check_devices(x, scale)
     needed = scale_shape(x.shape, block)
     if scale.dtype not in (torch.float32, E8M0.dtype) or tuple(scale.shape) != needed:

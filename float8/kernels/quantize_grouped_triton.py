@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..devices import device_profile
 from ..scaling import FULL, as_bytes
 from .quantize import CastPlan
 from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
@@ -239,10 +240,9 @@ def _launches(
     row_in_tile: CastPlan | None,
     col: CastPlan,
 ) -> tuple[_Measure | None, _Tiles]:
-    """For any number of tokens. dtype and alignment are not asked for, but Triton specialises on
-    them."""
+    """For any number of tokens. Alignment is not asked for, but Triton specialises on it."""
     x = Matrices(1, 0, features, 0, *strides, device)
-    measure = _Measure(x, groups, row_in_pass, col) if col.block[1] == FULL else None
+    measure = _Measure(x, dtype, groups, row_in_pass, col) if col.block[1] == FULL else None
     return measure, _Tiles(x, groups, row_in_tile, col)
 
 
@@ -250,7 +250,14 @@ class _Measure:
     """amax bits of the groups' columns [G, K], or of the groups [G, 1]; their scale is written, and
     so are x's rows if there is a cast of them."""
 
-    def __init__(self, x: Matrices, groups: int, row: CastPlan | None, col: CastPlan) -> None:
+    def __init__(
+        self,
+        x: Matrices,
+        dtype: torch.dtype,
+        groups: int,
+        row: CastPlan | None,
+        col: CastPlan,
+    ) -> None:
         width, processors = max(128, triton.next_power_of_2(x.k)), multiprocessors(x)
         if row is None:
             self.width = min(2048, width)
@@ -259,10 +266,15 @@ class _Measure:
             self.width = width
             self.programs = processors * (1 if width > 8192 else 2 if width > 4096 else 4)
         wide, self.pieces = self.width > 4096, triton.cdiv(x.k, self.width)
+        # Rows on their way, beside 4 KB for reductions.
+        together = max(1, self.programs * self.pieces // processors)
+        shared = device_profile(x.device).shared_memory - 4096
+        buffers = shared // (together * self.width * dtype.itemsize)
         self.rows = _Launch(
             group_rows_kernel, {"num_warps": 8 if wide else 4},
             ROW_T=row and target(x, row), COL=kind(col), COL_T=target(x, col),
-            GP=triton.next_power_of_2(groups), KP=self.width, STAGES=4 if wide else 3,
+            GP=triton.next_power_of_2(groups), KP=self.width, 
+            STAGES=min(4 if wide else 3, buffers + 1) if buffers > 1 else 1,
         )  # fmt: skip
         vector = kind(col) == "vector"
         self.amaxes = x.k if vector else 1

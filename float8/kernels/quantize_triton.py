@@ -668,7 +668,7 @@ class _Cast:
         col, col_scale = self.col or (None, None)
         outputs = [o and o.new(self.device) for o in (row, row_scale, col, col_scale)]
         seen = [o and o[1] for o in outputs]
-        row_amax = col_amax = None if amax is None else amax.view(torch.int32)
+        row_amax = col_amax = None if amax is None else amax.contiguous().view(torch.int32)
         if self.rows is not None:
             col_amax = self.rows(x, *seen[:2])
         if amax is None and self.row_amax is not None:
