@@ -19,10 +19,11 @@ import torch
 
 from float8.recipe import RECIPES
 
-from . import casts, fused, grouped, layers, report, runner
+from . import casts, fused, gemm, grouped, layers, report, runner
 from .registry import Bench, Options, chosen, shapes_of
 
-BENCHES: list[Bench] = [*casts.BENCHES, *grouped.BENCHES, *fused.BENCHES, *layers.BENCHES]
+GROUPS = (casts, grouped, fused, gemm, layers)
+BENCHES: list[Bench] = [bench for group in GROUPS for bench in group.BENCHES]
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -44,6 +45,12 @@ def command_line() -> argparse.ArgumentParser:
     run.add_argument("--repeat", type=int, default=20, help="turns that each contender has")
     run.add_argument(
         "--eager", action="store_true", help="also time calls, the host's time included"
+    )
+    run.add_argument(
+        "--isolate",
+        type=float,
+        metavar="SECONDS",
+        help="check each of ours in a process of its own first, killed after so long",
     )
     run.add_argument(
         "--smoke", action="store_true", help="only check results, on tiny shapes, on any device"
@@ -86,7 +93,8 @@ def run(args: argparse.Namespace, benches: list[Bench]) -> int:
             f"no recipe is called {', '.join(unknown)}; there are {', '.join(RECIPES)}"
         )
     on_gpu = torch.cuda.is_available()
-    options = Options(torch.device("cuda" if on_gpu else "cpu"), args.peer is not None, recipes)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    options = Options(device, args.peer is not None, recipes, args.isolate)
     if args.smoke:
         rows = [row for bench in benches for row in runner.smoke(bench, options)]
         result: runner.Record = {

@@ -26,11 +26,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Options:
-    """How a row is set up. ``peer``: with torchao's contenders."""
+    """How a row is set up. ``peer``: with torchao's contenders. ``isolate``: seconds that each of
+    ours has to pass its check in a process of its own, before it runs in this one."""
 
     device: torch.device
     peer: bool = False
     recipes: tuple[str, ...] = tuple(RECIPES)
+    isolate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Bench:
         smoke: a shape that a CPU does at once.
         baseline: the contender that ratios are to.
         bytes: how many bytes the method must move for a shape, None where that is no measure.
+        flops: how many operations a product has, None of rows that are none.
     """
 
     name: str
@@ -81,6 +84,12 @@ class Bench:
     smoke: Shape
     baseline: str
     bytes: Callable[[Shape], int] | None = None
+    flops: Callable[[Shape], int] | None = None
+
+    @property
+    def whole_step(self) -> bool:
+        """A layer's step: compilation and memory count, and no single measure of work does."""
+        return self.bytes is None and self.flops is None
 
     @property
     def group(self) -> str:

@@ -38,18 +38,20 @@ def _ratio(times: Iterable[float], us: float) -> str:
     return f"{min(found) / us:.2f}" if (found := list(times)) else ""
 
 
-def lines(row: Record, copy_rate: float | None) -> list[list[str]]:
-    """The cells of a row, a line for each contender that has one."""
+def lines(row: Record, copy_rate: float | None, peak: float | None = None) -> list[list[str]]:
+    """The cells of a row, a line for each contender that has one. Rates of the card: bytes per us
+    of a copy, FLOP/s of FP8."""
     shape = "x".join(map(str, row["shape"]))
     title = [row["bench"], shape if row["label"] == shape else f"{row['label']} {shape}"]
     times = {name: c["us"] for name, c in row["contenders"].items() if "us" in c}
     peers = [us for name, us in times.items() if name.startswith("torchao")]
-    base = [us for name, us in times.items() if name == row["baseline"]]
+    base, cublas = ([times[n]] if n in times else [] for n in (row["baseline"], "cublas"))
     found = []
     for name, contender in row["contenders"].items():
         cells = [*title, row["timing"], name]
         if (us := times.get(name)) is not None:
-            moved, layer = row["bytes"], row["bytes"] is None
+            moved, flops = row["bytes"], row.get("flops")
+            layer = moved is None and flops is None
             cells += [
                 _time(us),
                 f"{moved / 1e6:.1f} MB" if moved else "",
@@ -58,10 +60,13 @@ def lines(row: Record, copy_rate: float | None) -> list[list[str]]:
                 _ratio(peers, us),
                 f"{contender['peak_gib']:.2f} GiB" if layer else "",
                 f"{contender['first_call_s']:.1f} s" if layer else "",
+                f"{flops / us / 1e6:.0f}" if flops else "",
+                f"{flops / us * 1e6 / peak:.0%}" if flops and peak else "",
+                _ratio(cublas, us) if flops else "",
             ]
         else:
             state = next((word for word in ("refused", "absent") if word in contender), "right")
-            cells += [state, *[""] * 6]
+            cells += [state, *[""] * 9]
         if contender["line"]:
             found.append(cells)
     return found
@@ -91,8 +96,9 @@ def tables(run: Record) -> list[tuple[str, list[list[str]]]]:
     for group, rows in groups.items():
         baseline = rows[0]["baseline"]
         header = [*HEADER, f"x {baseline}", "x torchao", "peak", "first call"]
-        rate = run["environment"].get("copy_bytes_per_us")
-        table = [cells for row in rows for cells in lines(row, rate)]
+        header += ["TFLOPS", "share of FP8 peak", "x cublas"]
+        rates = [run["environment"].get(rate) for rate in ("copy_bytes_per_us", "peak_fp8")]
+        table = [cells for row in rows for cells in lines(row, *rates)]
         kept = [i for i in range(len(header)) if any(cells[i] for cells in table)]
         found.append((group, [[cells[i] for i in kept] for cells in [header, *table]]))
     return found

@@ -15,6 +15,8 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import multiprocessing
+import multiprocessing.connection
 import statistics
 import subprocess
 import time
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from float8.devices import device_profile
 
 from .registry import Bench, Call, Contender, Options, Shape
 
@@ -147,6 +151,44 @@ def prepare(contender: Contender, timer: Timer, cold: bool) -> tuple[Call, Recor
     return call, {"first_call_s": round(first, 2), "peak_gib": round(peak, 2)}
 
 
+def try_out(
+    reply: multiprocessing.connection.Connection,
+    bench: Bench,
+    shape: Shape,
+    options: Options,
+    name: str,
+) -> None:
+    """Set a contender up, check it and send the verdict: the whole life of a process."""
+    try:
+        contender = begin(bench, "", shape, options)[1][name]
+        wrong = contender.check(contender.make())
+    except Exception as error:
+        wrong = one_line(error)
+    reply.send(wrong)
+
+
+def isolated(bench: Bench, shape: Shape, options: Options, name: str) -> str | None:
+    """The verdict on a contender from a process of its own, which is killed after
+    ``options.isolate`` seconds: a kernel that hangs, or writes where it must not, ends there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["float8"])  # imports torch once, and asks no GPU anything
+    verdict, reply = context.Pipe(duplex=False)
+    process = context.Process(target=try_out, args=(reply, bench, shape, options, name))
+    process.start()
+    reply.close()
+    try:
+        if not verdict.poll(options.isolate):
+            return f"hung: no verdict within {options.isolate:g} s"
+        wrong: str | None = verdict.recv()
+        return wrong
+    except EOFError:
+        process.join()
+        return f"its process died, exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join(10)  # a driver may keep it longer
+
+
 def measure(
     bench: Bench, label: str, shape: Shape, options: Options, timer: Timer, eager: bool
 ) -> list[Record]:
@@ -154,7 +196,10 @@ def measure(
     row, contenders = begin(bench, label, shape, options)
     calls: dict[str, Call] = {}
     for name, contender in contenders.items():
-        prepared = prepare(contender, timer, cold=bench.bytes is None)
+        alone = options.isolate is not None and contender.ours
+        prepared = (isolated(bench, shape, options, name) if alone else None) or prepare(
+            contender, timer, cold=bench.whole_step
+        )
         enter(row, name, contender, prepared if isinstance(prepared, str) else None)
         if not isinstance(prepared, str):
             calls[name] = prepared[0]
@@ -213,6 +258,7 @@ def begin(
         "shape": list(shape),
         "timing": "none",
         "bytes": None if bench.bytes is None else bench.bytes(shape),
+        "flops": None if bench.flops is None else bench.flops(shape),
         "baseline": bench.baseline,
         "contenders": {},
     }
@@ -251,6 +297,7 @@ def environment(device: torch.device) -> Record:
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
         "card": card,
+        "peak_fp8": device_profile(device).peak_fp8,
         "torch": torch.__version__,
         "triton": version("triton") or version("pytorch-triton-rocm"),
         "torchao": version("torchao"),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,13 @@ import pytest
 import torch
 
 import float8
+from float8.kernels import matmul
 from float8.kernels.quantize import quantize
 from float8.testing import needs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks import casts, registry, report, runner
+from benchmarks import casts, gemm, registry, report, runner
 from benchmarks.__main__ import BENCHES, main
 from benchmarks.registry import Bench, Call, Contender, Options, shapes_of
 
@@ -227,6 +232,105 @@ def test_layers_are_compared_with_bf16() -> None:
     assert near((y, y), lambda: (y,)) == "1 outputs, bf16 has 2"
 
 
+def test_products_are_as_exact_as_the_reference() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    truth = torch.randn(256, 256, dtype=torch.float64)
+    out = truth.bfloat16()
+    error = gemm.worst_error(out, truth)
+
+    def verdict(*outs: torch.Tensor) -> str | None:
+        turns = iter(outs)
+        return gemm.as_exact(truth, 2 * error, lambda: (next(turns),))
+
+    assert 1e-3 < error < 2e-3
+    assert verdict(out, out, out, out) is None
+    late = out.clone()
+    late[3, 5] += 1
+    assert verdict(out, out, out, late) == "1 of 65536 elements are other bits in another call"
+    assert str(verdict(late)).startswith("the error of a row or column is ")
+    assert verdict(out[:, :8]) == "the product has shape (256, 8), the reference's (256, 256)"
+    assert gemm.as_exact(truth, 2 * error, lambda: (torch.empty_like(out),)) == (
+        "65536 of 65536 elements are unwritten, NaN or infinite"
+    )
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_the_worst_row_or_column_counts() -> None:
+    truth = torch.ones(4, 100, dtype=torch.float64)
+    for at, error in (((0, 7), 0.5), ((slice(None), 7), 1.0), ((0,), 1.0)):
+        out = truth.clone()
+        out[at] = 2.0
+        assert gemm.worst_error(out, truth) == pytest.approx(error)
+    assert gemm.worst_error(truth, truth) == 0.0
+
+
+def test_every_implementation_that_takes_the_operands_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def names(row: str) -> list[str]:
+        bench = next(b for b in BENCHES if b.name == row)
+        return list(bench.make((64, 64, 128), Options(CPU)))
+
+    assert names("gemm/rowwise") == ["bf16"]  # the reference is of the smoke shape alone
+    monkeypatch.setattr(float8, "device_profile", lambda device: float8.devices.describe("sm_90"))
+    refuse = {**matmul.IMPLEMENTATIONS, "triton": matmul.triton_refusal}
+    refuse["hopper"] = lambda *operands: "not here"
+    monkeypatch.setattr(gemm, "IMPLEMENTATIONS", refuse)
+    assert names("gemm/rowwise") == names("gemm/tensorwise-fast") == ["bf16", "cublas", "triton"]
+    assert names("gemm/mxfp8") == ["bf16", "triton"]
+
+
+# --------------------------------------------------------------------------- processes of their own
+
+
+def in_a_process(shape: registry.Shape, options: Options) -> dict[str, Contender]:
+    def hangs() -> Call:
+        time.sleep(600)
+        return lambda: ()
+
+    makes: dict[str, Callable[[], Call]] = {
+        "right": lambda: lambda: (),
+        "raises": lambda: [][0],
+        "dies": lambda: os._exit(3),
+        "hangs": hangs,
+    }
+    return {n: Contender(make, lambda call: None, ours=True) for n, make in makes.items()}
+
+
+def test_a_kernel_that_hangs_is_found() -> None:
+    """And one that dies; what passes in a process of its own then runs in this one."""
+    bench = Bench("casts/test", in_a_process, {}, (8, 64), "none")
+    verdicts = {
+        name: runner.isolated(bench, (8, 64), Options(CPU, isolate=limit), name)
+        for name, limit in (("right", 120), ("raises", 120), ("dies", 120), ("hangs", 0.5))
+    }
+    assert verdicts == {
+        "right": None,
+        "raises": "IndexError: list index out of range",
+        "dies": "its process died, exit code 3",
+        "hangs": "hung: no verdict within 0.5 s",
+    }
+
+
+@pytest.mark.parametrize("wrong", [None, "hung"])
+def test_what_fails_alone_does_not_run_here(
+    wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(runner, "isolated", lambda *args: (asked.append(args[-1]), wrong)[1])
+    timer = FakeTimer()
+    options = Options(CPU, isolate=5.0)
+    (row,) = runner.measure(a_bench(lambda o: o), "small", (8, 64), options, timer, False)
+    assert asked == ["float8"]  # the baseline is not ours
+    assert runner.refusals(row) == ({} if wrong is None else {"float8": "hung"})
+    assert ("float8" in timer.timed) == (wrong is None)
+
+
+def test_every_row_can_go_to_another_process() -> None:
+    for bench in BENCHES:
+        assert pickle.loads(pickle.dumps(bench)).name == bench.name
+
+
 # ----------------------------------------------------------------------------- times and reports
 
 
@@ -261,10 +365,30 @@ def test_ratios_and_shares() -> None:
     _, rows = measured(a_bench(lambda o: o, **{"torchao": peer, "no graph": peer}), eager=True)
     # float8 6 us, eager 5 us, torchao 7 us; 4000 bytes are moved
     cells = [["casts/test", "small 8x64", "graph", "float8", "6.0 us", "0.0 MB"]]
-    assert report.lines(rows[0], 1000.0) == [[*cells[0], "67%", "0.83", "1.17", "", ""]]
+    assert report.lines(rows[0], 1000.0) == [[*cells[0], "67%", "0.83", "1.17", *[""] * 5]]
     assert [row["timing"] for row in rows] == ["graph", "eager"]
     assert rows[0]["contenders"]["no graph"]["absent"] == "no CUDA graph: it syncs"
     assert rows[1]["contenders"]["no graph"]["us"] == 8.0
+
+
+def test_a_product_shows_flops() -> None:
+    contender = Contender(lambda: lambda: (), lambda call: None, ours=True, line=True)
+    contenders = {"bf16": contender, "cublas": contender, "tri": contender}
+    shapes = {"default": {"small": (8, 64)}}
+    bench = Bench("gemm/test", lambda shape, options: contenders, shapes, (8, 64), "bf16")
+    bench = replace(bench, flops=lambda shape: 6 * 10**9)
+    _, rows = measured(bench)
+    run = a_run(rows)
+    run["environment"]["peak_fp8"] = 2e15
+    assert report.plain(run).splitlines()[2:] == [
+        "row        shape       timing  contender  time    x bf16  TFLOPS  share of FP8 peak  "
+        "x cublas",
+        "gemm/test  small 8x64  graph   bf16       4.0 us  1.00    1500    75%                1.50",
+        "gemm/test  small 8x64  graph   cublas     6.0 us  0.67    1000    50%                1.00",
+        "gemm/test  small 8x64  graph   tri        3.0 us  1.33    2000    100%               2.00",
+    ]
+    del run["environment"]["peak_fp8"]  # an unknown card
+    assert "peak" not in report.plain(run)
 
 
 def test_json_comes_back_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,6 +488,7 @@ def test_unknown_shapes_are_refused(
     [
         ("casts/1x128-dual", "256x384"),
         ("grouped/rowwise-col", "1024x256x4"),
+        ("gemm/rowwise", "128x256x512"),
         ("linear/uncompiled", "64x128x256"),
     ],
 )
