@@ -22,6 +22,7 @@ from float8.recipe import RECIPES
 from . import casts, fused, gemm, grouped, layers, report, runner
 from .registry import Bench, Options, chosen, shapes_of
 
+PLOTS = (".png", ".pdf", ".svg")
 GROUPS = (casts, grouped, fused, gemm, layers)
 BENCHES: list[Bench] = [bench for group in GROUPS for bench in group.BENCHES]
 
@@ -92,6 +93,12 @@ def run(args: argparse.Namespace, benches: list[Bench]) -> int:
         raise ValueError(
             f"no recipe is called {', '.join(unknown)}; there are {', '.join(RECIPES)}"
         )
+    if args.repeat < 1:
+        raise ValueError(f"--repeat {args.repeat}: a contender has one turn at least")
+    if args.plot is not None and args.plot.suffix not in PLOTS:
+        raise ValueError(f"--plot {args.plot}: its name must end in {', '.join(PLOTS)}")
+    if args.smoke and args.shapes != "default":
+        raise ValueError("--smoke has shapes of its own; leave --shapes out")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     options = Options(device, args.peer is not None, recipes, args.isolate)
@@ -122,7 +129,11 @@ def main(argv: list[str] | None = None, benches: list[Bench] = BENCHES) -> int:
     if args.command == "list":
         show_list()
     elif args.command == "table":
-        print(report.markdown(json.loads(args.file.read_text())))
+        try:
+            saved = json.loads(args.file.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"{args.file} is no saved run: {error}")
+        print(report.markdown(saved))
     else:
         try:
             return run(args, benches)

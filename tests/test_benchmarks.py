@@ -459,6 +459,10 @@ def test_a_run_says_where_it_was_made() -> None:
         (["run", "casts"], "torch sees none here; with --smoke it checks the results"),
         (["run", "nonesuch"], "no row is called 'nonesuch'"),
         (["run", "ffn", "--recipes", "rowwise,delayed"], "no recipe is called delayed"),
+        (["run", "casts", "--repeat", "0"], "--repeat 0: a contender has one turn at least"),
+        (["run", "casts", "--plot", "x.foo"], "its name must end in .png, .pdf, .svg"),
+        (["run", "casts", "--smoke", "--shapes", "3x4"], "--smoke has shapes of its own"),
+        (["table", "nonesuch.json"], "nonesuch.json is no saved run"),
     ],
 )
 def test_refusals(
