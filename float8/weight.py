@@ -4,7 +4,8 @@ Matrix products are caught in ``__torch_function__``, above autograd, and become
 autograd function. All else reaches ``__torch_dispatch__``, below autograd, which runs it on the
 plain tensor inside.
 
-Letters: B batch or experts, M rows of x, N out features, K the contraction.
+Letters: B batch or experts, M rows of x, N out features, K the contraction; T rows of x, sorted by
+    expert.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 
 from .devices import assumed_device
+from .grouped import grouped_mm, grouped_plans
 from .linear import _linear
-from .recipe import ROWWISE, Cast, Gemm, Recipe, check_recipe
+from .recipe import ROWWISE, Cast, Gemm, Plans, Recipe, check_recipe
 
 aten = torch.ops.aten
 
@@ -40,10 +42,11 @@ class Float8Weight(torch.Tensor):
     """``original``, sharing its storage, whose matrix products run in FP8; gradients are plain.
 
     Products: ``F.linear``, ``@``, ``torch.matmul``, ``mm``, ``bmm``, ``mv``, ``addmm``, ``baddbmm``
-    and ``torch.einsum`` of two operands, with the weight on either side, meaning what they mean in
-    torch. Views, casts and copies of it (``t``, ``w[e]``, ``chunk``, ``to``, ``clone``, ``cat`` of
-    weights of one recipe, ...) are Float8Weights; results of other ops are plain tensors. Other ops
-    that multiply matrices raise NotImplementedError: ``plain()`` multiplies in high precision.
+    and ``torch.einsum`` of two operands, with the weight on either side, and ``F.grouped_mm``
+    (``torch._grouped_mm``) with it on the right, meaning what they mean in torch. Views, casts and
+    copies of it (``t``, ``w[e]``, ``chunk``, ``to``, ``clone``, ``cat`` of weights of one recipe,
+    ...) are Float8Weights; results of other ops are plain tensors. Other ops that multiply matrices
+    raise NotImplementedError: ``plain()`` multiplies in high precision.
 
     Args:
         original: strided, floating point, of any rank; [N, K] or [E, N, K] as a rule.
@@ -127,7 +130,8 @@ class Float8Weight(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if product is None:
                 return func(*args, **kwargs)
-            if refused := kwargs.keys() & {"out", "out_dtype"}:
+            options = {"out"} if product is _grouped else {"out", "out_dtype"}
+            if refused := kwargs.keys() & options:
                 raise NotImplementedError(
                     f"{func.__name__} with a Float8Weight takes no {refused.pop()}=; use its result"
                 )
@@ -169,21 +173,24 @@ class Float8Weight(torch.Tensor):
             return return_and_correct_aliasing(func, args, kwargs, out)
         return out
 
-    # FSDP2 gathers the shards, padded to one size, in high precision, into a Float8Weight.
+    # FSDP2 gathers the shards, padded to one size, in high precision, into a Float8Weight. Shards
+    # along another dimension than the first come joined, but in the shape of joined rows.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor], None]:
+    ) -> tuple[tuple[Tensor], Any]:
         shard = self.original.to(mp_policy.param_dtype or self.dtype)
-        if missing := -(-outer_size[0] // mesh.size()) - shard.shape[0]:
+        if (missing := -(-outer_size[0] // mesh.size()) - shard.shape[0]) > 0:
             shard = torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])])
-        return (shard,), None
+        return (shard,), outer_size
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor], metadata: None, param_dtype: Any, *, out: Any = None
+        self, gathered: tuple[Tensor], metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         # Given ``out``, made here the first time, FSDP2 has gathered into its storage again.
-        return (_like(self, gathered[0]), gathered) if out is None else None
+        if out is not None:
+            return None
+        return _like(self, gathered[0].view(-1, *metadata[1:])), gathered
 
 
 _JOINS = (aten.cat.default, aten.stack.default)
@@ -224,12 +231,10 @@ def _kind(func: Any) -> str:
 def _refusal(func: Any, kind: str, w: Float8Weight) -> str:
     if kind == "reshapes":
         return f"{func._opname} reshapes a Float8Weight in place; take a view of it instead"
-    use = "F.linear, @, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two; not in torch.func"
-    if "grouped" in func._opname:
-        use = "F.linear(x[start:end], w[e]) for each expert e, or bmm"
     return (
         f"{func._opname} does not multiply a Float8Weight (shape {tuple(w.shape)}, recipe "
-        f"{w.recipe.name}) in FP8. What does: {use}. Pass weight.plain() to multiply in high "
+        f"{w.recipe.name}) in FP8. What does: F.linear, @, matmul, mm, bmm, mv, addmm, baddbmm, "
+        "grouped_mm, einsum of two; not in torch.func. Pass weight.plain() to multiply in high "
         "precision."
     )
 
@@ -321,14 +326,18 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         )
     assert isinstance(w, Float8Weight)
     recipe, plans, plain = w.recipe, w.recipe.plan(x.device), w.plain()
-    forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
-    w.record.last_run = (forward, dgrad, wgrad)
+    _note(w, plans)
     if w.ndim == 2:
         return _linear(x, plain, bias, recipe, plans)
     if x.shape[0] == 0:
         return torch.bmm(x, plain.mT)  # nothing to multiply
     pairs = zip(x.unbind(), plain.unbind(), strict=True)
     return torch.stack([_linear(x_MK, w_NK, None, recipe, plans) for x_MK, w_NK in pairs])
+
+
+def _note(w: Float8Weight, plans: Plans) -> None:
+    forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
+    w.record.last_run = (forward, dgrad, wgrad)
 
 
 def _contract(
@@ -432,6 +441,38 @@ def _added(
     return _plus(y if alpha == 1 else y * alpha, None if beta == 0 else c, beta)
 
 
+def _grouped(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[T, K] x [B, K, N] -> [T, N] by ``offs``; or, without it, of two stacks, bmm."""
+    if isinstance(input, Float8Weight) or not isinstance(mat2, Float8Weight) or bias is not None:
+        raise NotImplementedError(
+            "grouped_mm takes one Float8Weight, its second operand, and no bias; add a bias to the "
+            "result, or multiply weight.plain()"
+        )
+    if offs is None and input.ndim == mat2.ndim == 3:
+        y = _contract("bmk,bkn->bmn", input, mat2)
+    elif offs is None or (input.ndim, mat2.ndim) != (2, 3):
+        raise ValueError(
+            f"grouped_mm of shapes {tuple(input.shape)} and {tuple(mat2.shape)} with a "
+            "Float8Weight: needed [T, K], [E, K, N] and offs=, int32 [E], with where the rows of "
+            "each expert end; or, without offs, [E, M, K] and [E, K, N]"
+        )
+    else:
+        _note(mat2, grouped_plans(mat2.recipe, input.device))
+        y = grouped_mm(input, mat2.plain(), offs, recipe=mat2.recipe)
+    if out_dtype not in (None, y.dtype):
+        raise NotImplementedError(
+            f"grouped_mm with a Float8Weight makes {y.dtype} here, and out_dtype={out_dtype} is "
+            "asked for; use .to() of its result"
+        )
+    return y
+
+
 def _plus(y: Tensor, c: Tensor | None, beta: float = 1) -> Tensor:
     """In the higher precision of the two, as float8.linear adds a bias; of y's dtype."""
     return y if c is None else torch.add(y, c, alpha=beta).to(y.dtype)
@@ -466,6 +507,7 @@ _FORMS: dict[tuple[Any, ...], Callable[..., Any]] = {
     (torch.baddbmm, Tensor.baddbmm): lambda input, batch1, batch2, *, beta=1, alpha=1: _added(
         torch.baddbmm, "bmk,bkn->bmn", input, batch1, batch2, beta, alpha
     ),
+    (torch._grouped_mm,): _grouped,  # what F.grouped_mm calls
 }
 _PRODUCTS = {spelling: form for spellings, form in _FORMS.items() for spelling in spellings}
 

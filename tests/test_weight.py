@@ -89,6 +89,7 @@ def c(x: Tensor) -> Tensor:
 
 
 K, MK, KM, NK, KN = (40,), (6, 40), (40, 6), (48, 40), (40, 48)
+RUNS = [(0, 0, 2), (1, 2, 2), (2, 2, 6)]  # an expert, and from where to where its rows are
 SMK, BMK, BKM, BNK, BKN = (2, 3, 40), (3, 6, 40), (3, 40, 6), (3, 48, 40), (3, 40, 48)
 
 # name, product, the same by linears of matrices, shapes of x and w
@@ -248,6 +249,20 @@ PRODUCTS: list[tuple[str, Multiply, Product, tuple[int, ...], tuple[int, ...]]] 
         BNK,
     ),
     (
+        "loop over experts",  # one has no rows
+        lambda x, w: torch.cat([F.linear(x[i:j], w[e]) for e, i, j in RUNS]),
+        lambda x, w, lin: torch.cat([lin(x[i:j], w[e]) for e, i, j in RUNS]),
+        MK,
+        BNK,
+    ),
+    (
+        "grouped_mm of stacks",
+        lambda x, w: torch.bmm(x, w.mT) if x.dtype == torch.double else F.grouped_mm(x, w.mT),
+        lambda x, w, lin: each(x, w, lin),
+        (3, 6, 40),
+        BNK,
+    ),
+    (
         "chunks",
         lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(3)], -1),
         lambda x, w, lin: torch.cat([lin(x, part) for part in w.chunk(3)], -1),
@@ -311,6 +326,109 @@ def test_each_recipe_is_the_linears(recipe: Recipe, multiply: Multiply, device: 
     expected = step(lambda x, w: float8.linear(x, w, recipe=recipe), x, plain, grad)
     for ours, theirs in zip((y, gx, gw), expected, strict=False):
         assert_same_bytes(ours, theirs)
+
+
+def ends(*sizes: int) -> Tensor:
+    """``offs`` of groups of rows."""
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+# With scales of more than one row, groups are cast together; their linears would each be alone.
+ALONE = pytest.mark.parametrize(
+    "recipe", [r for r in RECIPES.values() if r != TENSORWISE], ids=lambda recipe: recipe.name
+)
+
+
+@ALONE
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grouped", [torch._grouped_mm, F.grouped_mm], ids=["torch", "F"])
+def test_grouped_mm_is_a_linear_per_expert(grouped: Any, recipe: Recipe, device: str) -> None:
+    """Up to the rows of zeros, to a multiple of 128, over which weight gradients are summed. One
+    expert has no rows, and some rows have no expert."""
+    sizes = (20, 0, 150, 3)
+
+    def by_linear(x: Tensor, w: Tensor) -> Tensor:
+        parts = x.split([*sizes, 9])
+        rest = parts[-1].new_zeros(9, w.shape[1])
+        ys = [
+            float8.linear(F.pad(x_e, (0, 0, 0, -len(x_e) % 128)), w_e, recipe=recipe)[: len(x_e)]
+            for x_e, w_e in zip(parts[:-1], w, strict=True)
+        ]
+        return torch.cat([*ys, rest])
+
+    layer = wrapped(recipe=recipe, shape=(4, 48, 160), device=device)
+    x, offs = torch.randn(182, 160, dtype=BF16, device=device), ends(*sizes).to(device)
+    got = step(lambda x, w: grouped(x, w.transpose(-2, -1), offs=offs), x, layer.weight)
+    plain = inner(layer).clone().requires_grad_()
+    for ours, theirs in zip(got, step(by_linear, x, plain, got[-1]), strict=True):
+        assert type(ours) is Tensor
+        assert_same_bytes(ours, theirs)
+    by_torch = step(lambda x, w: grouped(x[:173], w.mT, offs=offs), x, plain, got[-1][:173])
+    for ours, theirs in zip((got[0][:173], *got[1:3]), by_torch, strict=False):
+        assert sqnr(ours, theirs.double()) > 22
+
+
+GROUPED: dict[str, tuple[Multiply, tuple[int, ...]]] = {  # by ends(2, 0, 4), and w's shape
+    "w": (lambda x, w: torch._grouped_mm(x, w, ends(2, 0, 4)), (3, 32, 48)),
+    "keywords": (
+        lambda x, w: torch._grouped_mm(mat2=w, offs=ends(2, 0, 4), input=x, out_dtype=x.dtype),
+        (3, 32, 48),
+    ),
+    "F": (lambda x, w: F.grouped_mm(mat_b=w.mT, mat_a=x, offs=ends(2, 0, 4)), (3, 48, 32)),
+    "cast": (
+        lambda x, w: F.grouped_mm(x.to(BF16), w.to(BF16).mT, offs=ends(2, 0, 4)),
+        (3, 48, 32),
+    ),
+    "slice": (lambda x, w: torch._grouped_mm(x, w[1:4].mT, offs=ends(2, 0, 4)), (5, 48, 32)),
+    "index": (
+        lambda x, w: torch._grouped_mm(x, w[torch.tensor([2, 0, 1])].mT, offs=ends(2, 0, 4)),
+        (3, 48, 32),
+    ),
+    "chunks": (
+        lambda x, w: torch.cat(
+            [F.grouped_mm(x, part.mT, offs=ends(2, 0, 4)) for part in w.chunk(2, dim=1)], -1
+        ),
+        (3, 96, 32),
+    ),
+    "no rows": (lambda x, w: torch._grouped_mm(x[:0], w.mT, offs=ends(0, 0, 0)), (3, 48, 32)),
+}
+
+
+@NAMED
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_mm_is_float8_grouped_mm(
+    name: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f, shape = GROUPED[name]
+    layer = wrapped(recipe=recipe, shape=shape, dtype=torch.float32)
+    x = torch.randn(6, 32)
+    got = step(f, x, layer.weight)
+    plain = inner(layer).clone().requires_grad_()
+
+    def torchs(input: Tensor, mat2: Tensor, offs: Tensor, **_: Any) -> Tensor:
+        return float8.grouped_mm(input, mat2, offs, recipe=recipe)
+
+    monkeypatch.setattr(torch, "_grouped_mm", torchs)
+    for a, b in zip(got, step(f, x, plain, got[-1]), strict=True):
+        assert type(a) is Tensor
+        assert_same_bytes(a, b)
+    wgrad = "high precision" if recipe.wgrad is None else "torch"
+    assert layer.weight.last_run == ("torch", "torch", wgrad)
+
+
+def test_grouped_mm_under_autocast_and_without_gradients() -> None:
+    layer = wrapped(
+        lambda x, w: F.grouped_mm(x, w.mT, offs=ends(2, 4)), shape=(2, 48, 32), dtype=torch.float32
+    )
+    x = torch.randn(6, 32)
+    with torch.autocast("cpu", dtype=BF16):
+        y = layer(x)
+        expected = float8.grouped_mm(x, inner(layer).mT, ends(2, 4))
+    assert y.dtype == BF16
+    assert_same_bytes(y, expected)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_same_bytes(layer(x), float8.grouped_mm(x, inner(layer).mT, ends(2, 4)))
 
 
 @NAMED
@@ -644,8 +762,6 @@ def test_other_products_are_refused() -> None:
     """Also those that reach the weight below Python's functions: nothing falls back in silence."""
     w, x, lstm = Float8Weight(torch.zeros(6, 8)), torch.zeros(5, 6), [torch.zeros(1, 8)] * 2
     stack = Float8Weight(torch.zeros(2, 8, 8))
-    experts, tokens = stack.to(BF16), torch.zeros(4, 8, dtype=BF16)
-    offsets = torch.tensor([2, 4], dtype=torch.int32)
     products: list[tuple[str, Callable[[], Any]]] = [
         ("mm", lambda: torch.tensordot(x, w, 1)),
         ("mm", lambda: torch.linalg.multi_dot([x, w])),
@@ -657,9 +773,7 @@ def test_other_products_are_refused() -> None:
         ("addbmm", lambda: torch.addbmm(torch.zeros(3, 8), torch.zeros(2, 3, 8), stack)),
         ("convolution", lambda: F.conv1d(torch.zeros(1, 8, 9), stack)),
         ("_trilinear", lambda: F.bilinear(torch.zeros(2, 8), torch.zeros(2, 8), stack)),
-        ("_grouped_mm", lambda: torch._grouped_mm(tokens, experts, offsets)),
-        ("_grouped_mm", lambda: torch._grouped_mm(tokens, experts, offs=offsets)),
-        ("_grouped_mm", lambda: F.grouped_mm(experts, experts.plain())),
+        ("_grouped_mm", lambda: torch.ops.aten._grouped_mm(x, stack, ends(2, 3))),
     ]
     for name, product in products:
         assert error(product).startswith(f"{name} does not multiply a Float8Weight")
@@ -674,11 +788,9 @@ class TestMessages(expecttest.TestCase):
 
     def test_other_ops(self) -> None:
         w, x = Float8Weight(torch.zeros(6, 8)), torch.zeros(5, 6)
-        tokens, offsets = torch.zeros(4, 8, dtype=BF16), torch.tensor([2, 4]).int()
         got = errors(
             NotImplementedError,
             lambda: torch.tensordot(x, w, 1),
-            lambda: F.grouped_mm(tokens, w.new_zeros(2, 8, 8).to(BF16), offs=offsets),
             lambda: w @ w.t(),
             lambda: torch.mm(x, w, out=torch.zeros(5, 8)),
             lambda: torch.mm(x, w, out_dtype=torch.float32),
@@ -690,11 +802,8 @@ class TestMessages(expecttest.TestCase):
             got,
             """\
 mm does not multiply a Float8Weight (shape (6, 8), recipe rowwise) in FP8. What does: F.linear,
-@, matmul, mm, bmm, mv, addmm, baddbmm, einsum of two; not in torch.func. Pass weight.plain() to
-multiply in high precision.
-_grouped_mm does not multiply a Float8Weight (shape (2, 8, 8), recipe rowwise) in FP8. What
-does: F.linear(x[start:end], w[e]) for each expert e, or bmm. Pass weight.plain() to multiply in
-high precision.
+@, matmul, mm, bmm, mv, addmm, baddbmm, grouped_mm, einsum of two; not in torch.func. Pass
+weight.plain() to multiply in high precision.
 both operands are Float8Weights, and an FP8 product has one; multiply .plain() of them
 mm with a Float8Weight takes no out=; use its result
 mm with a Float8Weight takes no out_dtype=; use its result
@@ -703,6 +812,54 @@ resize_ reshapes a Float8Weight in place; take a view of it instead
 a Float8Weight's .data keeps its shape, strides, dtype and device: (torch.Size([6, 8]), (8, 1),
 torch.float32, device(type='cpu')), not (torch.Size([3, 8]), (8, 1), torch.float32,
 device(type='cpu'))""",
+        )
+
+    def test_grouped_mm(self) -> None:
+        w, x, offs = Float8Weight(torch.zeros(2, 8, 6)), torch.zeros(5, 8), ends(2, 3)
+        got = errors(
+            NotImplementedError,
+            lambda: torch._grouped_mm(w.mT, x.t(), offs),
+            lambda: F.grouped_mm(w, w.mT),
+            lambda: F.grouped_mm(x, w, offs=offs, bias=torch.zeros(2, 6)),
+            lambda: torch._grouped_mm(x, w, offs=offs, out_dtype=BF16),
+            lambda: torch._grouped_mm(x[None].expand(2, 5, 8), w, out_dtype=BF16),
+        )
+        self.assertExpectedInline(
+            got,
+            """\
+grouped_mm takes one Float8Weight, its second operand, and no bias; add a bias to the result, or
+multiply weight.plain()
+grouped_mm takes one Float8Weight, its second operand, and no bias; add a bias to the result, or
+multiply weight.plain()
+grouped_mm takes one Float8Weight, its second operand, and no bias; add a bias to the result, or
+multiply weight.plain()
+grouped_mm with a Float8Weight makes torch.float32 here, and out_dtype=torch.bfloat16 is asked
+for; use .to() of its result
+grouped_mm with a Float8Weight makes torch.float32 here, and out_dtype=torch.bfloat16 is asked
+for; use .to() of its result""",
+        )
+        got = errors(
+            ValueError,
+            lambda: torch._grouped_mm(x, w),
+            lambda: torch._grouped_mm(x[None], w, offs),
+            lambda: torch._grouped_mm(x, w.mT, offs),
+            lambda: torch._grouped_mm(x, w, ends(2, 3).long()),
+            lambda: torch._grouped_mm(x.to(BF16), w, offs),
+        )
+        self.assertExpectedInline(
+            got,
+            """\
+grouped_mm of shapes (5, 8) and (2, 8, 6) with a Float8Weight: needed [T, K], [E, K, N] and
+offs=, int32 [E], with where the rows of each expert end; or, without offs, [E, M, K] and [E, K,
+N]
+grouped_mm of shapes (1, 5, 8) and (2, 8, 6) with a Float8Weight: needed [T, K], [E, K, N] and
+offs=, int32 [E], with where the rows of each expert end; or, without offs, [E, M, K] and [E, K,
+N]
+shapes (5, 8) and (2, 6, 8) do not multiply in groups; needed (tokens, K), sorted by group, and
+(groups, K, N)
+offs is torch.int64 of shape (2,); it must be torch.int32 of shape (2,), with where each group
+ends
+x is torch.bfloat16 and w torch.float32; bring both to one dtype, or run under torch.autocast""",
         )
 
     def test_einsum(self) -> None:
@@ -1040,6 +1197,9 @@ def test_last_run() -> None:
     x = torch.randn(6, 32, dtype=BF16)
     torch.cat([x @ part.t() for part in layer.weight.to(BF16)[:8].chunk(2)])
     assert layer.weight.last_run == ("torch", "torch", "high precision")
+    experts = wrapped(recipe=ROWWISE_WGRAD_HP, shape=(3, 64, 32)).weight
+    F.grouped_mm(x, experts[1:].mT, offs=ends(2, 4))
+    assert experts.last_run == ("torch", "torch", "high precision")
     assert other.weight.last_run is None
 
 
@@ -1053,6 +1213,9 @@ COMPILED: dict[str, Multiply] = {
     "cast": lambda x, w: F.linear(x.float(), w.float()),
     "chunks": lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
     "experts": lambda x, w: torch.einsum("mk,enk->men", x, w.view(2, 32, 32)),
+    "grouped_mm": lambda x, w: F.grouped_mm(
+        x, w.view(2, 32, 32).transpose(-2, -1), offs=torch.tensor([2, 6], dtype=torch.int32)
+    ),
     "float8.linear": lambda x, w: float8.linear(x, w),
 }
 
@@ -1076,6 +1239,69 @@ def test_compiled_without_a_graph_break(name: str) -> None:
     call = torch.compile(layer, backend=count, fullgraph=True)
     check_compiled(layer, torch.randn(6, 32, dtype=BF16), call)
     assert count.frame_count == 1
+
+
+class Experts(nn.Module):
+    """Layers of gated experts, in bf16 as they multiply, and in fp32 as they are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.randn(4, 48, 32) / 6) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(4, 32, 48) / 7)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        x = x.bfloat16()
+        h = F.silu(torch._grouped_mm(x, self.w1.bfloat16().transpose(-2, -1), offs=offs))
+        h = h * torch._grouped_mm(x, self.w3.bfloat16().transpose(-2, -1), offs=offs)
+        return F.grouped_mm(h, self.w2.bfloat16().transpose(-2, -1), offs=offs)
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_converted_experts_train_in_fp8(
+    recipe: Recipe, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plain module does whose products are float8.grouped_mm; with experts without rows and
+    rows without an expert, in one graph."""
+    model = nn.ModuleDict({"experts": Experts()})
+    reference = copy.deepcopy(model)
+    report = float8.convert(model, recipe, experts="auto")
+    assert set(report.converted) == {"experts.w1", "experts.w2", "experts.w3"}
+    run = model["experts"]
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    routings = [[5, 0, 20, 3], [0, 0, 1, 22]]
+
+    def train(model: nn.Module, call: Callable[..., Tensor]) -> list[Tensor]:
+        optimiser, seen = torch.optim.AdamW(model.parameters(), lr=0.01), []
+        torch.manual_seed(0)
+        for counts, stance in zip(routings, ("default", "fail_on_recompile"), strict=True):
+            x = torch.randn(30, 32, requires_grad=True)
+            with torch.compiler.set_stance(stance):
+                y = call(x, torch.tensor(counts))
+            y.float().square().mean().backward()
+            seen += [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+            optimiser.step()
+            optimiser.zero_grad()
+        return [*seen, *(p.detach() for p in model.state_dict().values())]
+
+    got = train(model, run)
+    assert {type(t) for t in got} == {Tensor}
+    assert all(s.last_run == ("torch",) * 3 for s in float8.summary(model).layers)
+    x, counts = torch.randn(30, 32), torch.tensor(routings[0])
+    with monkeypatch.context() as m:
+        m.setattr(
+            torch,
+            "_grouped_mm",
+            lambda x, w, offs, **_: float8.grouped_mm(x, w, offs, recipe=recipe),
+        )
+        for ours, theirs in zip(got, train(reference, reference["experts"]), strict=True):
+            assert_same_bytes(ours, theirs)
+    float8.revert(model)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    plain, reverted = (m["experts"](x, counts) for m in (reference, model))
+    assert_same_bytes(reverted[:28], plain[:28])  # torch leaves rows of no expert unwritten
 
 
 def test_compiled_records_the_run() -> None:
@@ -1194,6 +1420,39 @@ def test_fully_shard_with_uneven_shards() -> None:
             assert isinstance(model.weight._local_tensor, Float8Weight)
             assert losses(model, 1) == expected[3:]
         assert "is sharded" in error(lambda: unwrap_parameter(models[0], "weight"), ValueError)
+
+    run(None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_fully_shard_along_another_dimension() -> None:
+    """As fewer experts than ranks are sharded."""
+    common = pytest.importorskip("torch.testing._internal.common_distributed")
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    reference, x, counts = Experts(), torch.randn(12, 32), torch.tensor([5, 0, 4, 3])
+    for name in ("w1", "w2", "w3"):
+        wrap_parameter(reference, name)
+
+    def train(model: nn.Module) -> list[float]:
+        optimiser, result = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            loss = model(x, counts).float().square().mean()
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            result.append(loss.item())
+        return result
+
+    @common.spawn_threads_and_init_comms(world_size=2)
+    def run(_: Any) -> None:
+        model, expected = copy.deepcopy(reference), train(copy.deepcopy(reference))
+        fully_shard(model, shard_placement_fn=lambda p: Shard(1))
+        assert model.w1._local_tensor.shape == (4, 24, 32)
+        assert train(model) == expected
+        assert expected[2] < expected[0]
 
     run(None)
 
