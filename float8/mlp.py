@@ -260,7 +260,7 @@ class _SiluTimes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _silu_times(gate, up)
+        return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,14 +270,13 @@ class _SiluTimes(torch.autograd.Function):
         return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(gate.dtype)
 
 
-def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+_keep_silu_times_whole = kept_whole(_SiluTimes)
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` in float32, rounded once to gate's dtype."""
-    if torch.compiler.is_compiling():  # which decides by itself what to keep
-        return _silu_times(gate, up)
+    if torch.compiler.is_compiling():
+        _keep_silu_times_whole()
     product: Tensor = _SiluTimes.apply(gate, up)  # type: ignore[no-untyped-call]
     return product
 

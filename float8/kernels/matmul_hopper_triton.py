@@ -344,7 +344,7 @@ def matmul_kernel(
             )),
         ],
         [4, 1],
-        [240, 24],  # registers of a thread
+        [30 * 8, 3 * 8],  # registers of a thread, which come in eights
     )  # fmt: skip
 
 
