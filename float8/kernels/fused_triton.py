@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..devices import device_profile
 from .fused import inverse_rms
 from .quantize import CastPlan
 from .quantize_triton import (
@@ -36,6 +35,7 @@ from .quantize_triton import (
     kind,
     larger,
     multiprocessors,
+    row_stages,
     runs_ptx,
     scale_sizes,
     store_row,
@@ -428,8 +428,6 @@ class _Rows:
         warps = min(16, max(4, width // 1024))
         programs = 16 // warps
         row_bytes = width * job.itemsize * {"rms": 1, "swiglu": 2, "swiglu_backward": 3}[job.source]
-        # Rows on their way, beside 4 KB for reductions.
-        buffers = (device_profile(x.device).shared_memory - 4096) // (programs * row_bytes)
         chunks = triton.cdiv(x.k, width)
         g = max(1, min(x.m, multiprocessors(x) * programs // chunks))
         self.amax_shape = (x.e, g, x.k) if self.per == "column" else (x.e, 1)
@@ -440,7 +438,7 @@ class _Rows:
             row_kernel, (g, chunks, 1), x.m, x.k, job.eps, *job.strides,
             options={"num_warps": warps} | ({"maxnreg": 128} if runs_ptx(x) else {}),
             SOURCE=job.source, ROW=self.row, PER=self.per, WHOLE=whole,
-            T=target(x, layout), KP=width, STAGES=min(4, buffers + 1) if buffers > 1 else 1,
+            T=target(x, layout), KP=width, STAGES=row_stages(x.device, programs * row_bytes, 4),
         )  # fmt: skip
         self.columns = Columns(x.e, g, x.k) if self.per == "column" else None
 

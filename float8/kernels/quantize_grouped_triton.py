@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..devices import device_profile
 from ..scaling import FULL, as_bytes
 from .quantize import CastPlan
 from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
@@ -31,6 +30,7 @@ from .quantize_triton import (
     larger,
     load_four,
     multiprocessors,
+    row_stages,
     runs_ptx,
     store_row,
     store_scale,
@@ -266,15 +266,13 @@ class _Measure:
             self.width = width
             self.programs = processors * (1 if width > 8192 else 2 if width > 4096 else 4)
         wide, self.pieces = self.width > 4096, triton.cdiv(x.k, self.width)
-        # Rows on their way, beside 4 KB for reductions.
         together = max(1, self.programs * self.pieces // processors)
-        shared = device_profile(x.device).shared_memory - 4096
-        buffers = shared // (together * self.width * dtype.itemsize)
+        row_bytes = together * self.width * dtype.itemsize
         self.rows = _Launch(
             group_rows_kernel, {"num_warps": 8 if wide else 4},
             ROW_T=row and target(x, row), COL=kind(col), COL_T=target(x, col),
             GP=triton.next_power_of_2(groups), KP=self.width, 
-            STAGES=min(4 if wide else 3, buffers + 1) if buffers > 1 else 1,
+            STAGES=row_stages(x.device, row_bytes, 4 if wide else 3),
         )  # fmt: skip
         vector = kind(col) == "vector"
         self.amaxes = x.k if vector else 1

@@ -691,14 +691,11 @@ class _Rows:
         wide = padded > 4096
         together = 1 if padded > 8192 else 2 if wide else 4
         programs = max(1, min(x.m, multiprocessors(x) * together // x.e))
-        # Rows on their way, beside 4 KB for reductions.
-        shared = device_profile(x.device).shared_memory - 4096
-        buffers = shared // (together * padded * dtype.itemsize)
         self.launch = Launch(
             row_kernel, (programs, x.e, 1), x.m, x.k, x.stride_e, x.stride_m,
             options={"num_warps": 8 if wide else 4},
             T=target(x, layout), COLUMNS=columns, KP=padded,
-            STAGES=min(4 if wide else 3, buffers + 1) if buffers > 1 else 1,
+            STAGES=row_stages(x.device, together * padded * dtype.itemsize, 4 if wide else 3),
         )  # fmt: skip
         self.columns = Columns(x.e, programs, x.k) if columns else None
 
@@ -709,6 +706,13 @@ class _Rows:
         partial = x.new_empty(self.columns.shape, dtype=torch.int32)
         self.launch(x, data, scale, partial)
         return self.columns(partial)
+
+
+def row_stages(device: torch.device, row_bytes: int, wanted: int) -> int:
+    """Stages of a loop over rows, of which ``row_bytes`` are under way at once in all programs of a
+    multiprocessor: as many as its shared memory holds beside 4 KB for reductions, or one."""
+    buffers = (device_profile(device).shared_memory - 4096) // row_bytes
+    return min(wanted, buffers + 1) if buffers > 1 else 1
 
 
 class Columns:
@@ -772,13 +776,10 @@ def scale_sizes(scale: Output | None) -> tuple[int, ...]:
     return (0, 0, 0) if scale is None else (0, *scale.strides)[-3:]
 
 
-def tile_constants(
-    x: Matrices | Tensor, row: CastPlan | None, col: CastPlan | None
-) -> dict[str, Any]:
+def tile_constants(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dict[str, Any]:
     """The constexprs of ``store_tile`` for two layouts of x [E, M, K], in its order."""
-    m, k = (x.m, x.k) if isinstance(x, Matrices) else x.shape[-2:]
     bm, bn = tile_shape(row, col)
-    if m > 65535 * bm:  # the grid's limit, as in _Amax
+    if x.m > 65535 * bm:  # the grid's limit, as in _Amax
         bm = 128
     return {
         "ROW": "none" if row is None else kind(row),
@@ -787,8 +788,8 @@ def tile_constants(
         "COL_BLOCK": bm if col is None or col.block[1] == FULL else col.block[1],
         "ROW_T": None if row is None else target(x, row),
         "COL_T": None if col is None else target(x, col),
-        "WORDS": m % 4 == 0,
-        "EVEN": m % bm == 0 and k % bn == 0,
+        "WORDS": x.m % 4 == 0,
+        "EVEN": x.m % bm == 0 and x.k % bn == 0,
         "BM": bm,
         "BN": bn,
     }
@@ -805,9 +806,7 @@ def tile_shape(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int]:
     return (128, 64) if 32 in blocks and 128 not in blocks else (128, 128)
 
 
-def tile_options(
-    x: Matrices | Tensor, row: CastPlan | None, col: CastPlan | None
-) -> dict[str, int]:
+def tile_options(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dict[str, int]:
     """Triton's options for a tile. 128 x 128 in four wavefronts of 64 is right as it is; of 32, it
     leaves 128 values to a thread: blocks get so few registers that three programs share a
     multiprocessor instead of two (1x128 dual, 8192 x 14336: 134.7 us instead of 144.2), and two
@@ -818,18 +817,18 @@ def tile_options(
     return {"num_warps": 4}
 
 
-def target(x: Tensor | Matrices, layout: CastPlan) -> Target:
+def target(x: Matrices, layout: CastPlan) -> Target:
     return _cached_target(format_of(layout.dtype), layout.scale_mode, runs_ptx(x))
 
 
-def runs_ptx(x: Tensor | Matrices) -> bool:
+def runs_ptx(x: Matrices) -> bool:
     return x.is_cuda and torch.version.hip is None
 
 
 _cached_target = functools.cache(Target.of)  # a dozen values at most
 
 
-def multiprocessors(x: Tensor | Matrices) -> int:
+def multiprocessors(x: Matrices) -> int:
     return _multiprocessor_count(x.device.index) if x.is_cuda else 2
 
 
