@@ -111,6 +111,13 @@ def _next(stage, phase, P: gl.constexpr):
 
 
 @gluon.jit
+def _before(stage, P: gl.constexpr):
+    """The buffer before this one. (A variable that a loop sets to what another one held, and that
+    began as the same value, Triton 3.6 takes for a constant of the loop.)"""
+    return gl.where(stage == 0, P.STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _produce(
     a_desc, b_desc, scale_a_desc, scale_b_desc, a_low, a_high, b, sa_low, sa_high, sb, full, empty,
     M, N, K, sa_k, sb_k, P: gl.constexpr,
@@ -229,7 +236,6 @@ def _consume(
         left = gl.zeros([64, HALF], gl.float32, L)
         right = gl.zeros([64, HALF], gl.float32, L)
         if P.FAST:
-            before = stage
             for block in range(blocks):
                 mbarrier.wait(full.index(stage), phase)
                 b_left = b.index(stage * HALVES).permute((1, 0))
@@ -241,14 +247,13 @@ def _consume(
                 else:
                     left = warpgroup_mma_wait(1, deps=[left])
                 # The products of this buffer run; those of the one before are done.
-                mbarrier.arrive(empty.index(before), count=1, pred=block > 0)
-                before = stage
+                mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
                 stage, phase = _next(stage, phase, P)
             if HALVES == 2:
                 left, right = warpgroup_mma_wait(0, deps=[left, right])
             else:
                 left = warpgroup_mma_wait(0, deps=[left])
-            mbarrier.arrive(empty.index(before), count=1)
+            mbarrier.arrive(empty.index(_before(stage, P)), count=1)
         else:
             gl.static_assert(HALVES == 2)
             partial = gl.zeros([64, HALF], gl.float32, L)
