@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..formats import format_of
-from .quantize_triton import Launch
+from .launch import Launch
 
 _SHARED_MEMORY = 226 * 1024  # of the 227 KiB a program can have, the rest is for barriers
 
@@ -369,7 +369,8 @@ def multiply(
     scale_b, *strides_b = _scale(scale_b, scales[1])
     pitches = _pitch(a_MK), _pitch(b_NK), _pitch(out)
     size = out.element_size()
-    wide = 0 if (pitches[2] * size | out.data_ptr()) % 16 else size
+    # TMA writes whole 16 bytes: of a shorter end of a row it overwrites what lies behind.
+    wide = 0 if (pitches[2] * size | out.shape[1] * size | out.data_ptr()) % 16 else size
     bias_dtype = None if bias is None else bias.dtype
     run = _product(
         (*out.shape, a_MK.shape[1]), pitches, (*strides_a, *strides_b), scales, fast, accumulate,
