@@ -19,11 +19,11 @@ import torch
 
 from float8.recipe import RECIPES
 
-from . import casts, fused, gemm, grouped, layers, report, runner
+from . import casts, fused, gemm, grouped, layers, report, runner, step
 from .registry import Bench, Options, chosen, shapes_of
 
 PLOTS = (".png", ".pdf", ".svg")
-GROUPS = (casts, grouped, fused, gemm, layers)
+GROUPS = (casts, grouped, fused, gemm, layers, step)
 BENCHES: list[Bench] = [bench for group in GROUPS for bench in group.BENCHES]
 
 
@@ -42,7 +42,9 @@ def command_line() -> argparse.ArgumentParser:
     run.add_argument(
         "--shapes", default="default", help="sets, or shapes such as 8192x4096, with commas"
     )
-    run.add_argument("--recipes", default=",".join(RECIPES), help="of ffn and linear, with commas")
+    run.add_argument(
+        "--recipes", default=",".join(RECIPES), help="of layers and steps, with commas"
+    )
     run.add_argument("--repeat", type=int, default=20, help="turns that each contender has")
     run.add_argument(
         "--eager", action="store_true", help="also time calls, the host's time included"

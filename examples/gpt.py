@@ -1,7 +1,7 @@
 """A decoder-only GPT: RMSNorm, rotary positions, SwiGLU, an untied head, no biases.
 
 Shape letters: B batch, T tokens of a sequence, D width, H heads, d width of a head (D = H * d),
-F hidden width of the MLP, V vocabulary.
+G heads of keys and values, F hidden width of the MLP, V vocabulary.
 
 Names matter to `float8.convert`, which leaves layers that match its `keep` list in high precision:
 `lm_head` is on that list; the projections of attention and MLP (Llama's wq wk wv wo w1 w2 w3) are
@@ -24,12 +24,18 @@ class GPTConfig:
     heads: int
     hidden: int
     vocab: int = 256
+    kv_heads: int | None = None  # of keys and values, each shared by heads / kv_heads; None: heads
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads):  # rotary positions turn pairs of a head's channels
             raise ValueError(
                 f"a width of {self.dim} does not divide into {self.heads} heads of even width; "
                 f"--dim must be a multiple of {2 * self.heads}"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values evenly; "
+                "--kv-heads must divide --heads"
             )
 
 
@@ -47,21 +53,25 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Causal; heads may share keys and values (arXiv 2305.13245)."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.width = config.dim // config.heads
+        kv_dim = self.width * (config.kv_heads or config.heads)
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, H, T, d]."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        """[B, T, D] to [B, H, T, d], or [B, T, G * d] to [B, G, T, d]."""
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         q, k, v = self.split(self.wq(x)), self.split(self.wk(x)), self.split(self.wv(x))
-        y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
+        q, k, shared = rotate(q, angles), rotate(k, angles), q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
         return self.wo(y.transpose(1, 2).flatten(-2))
 
 

@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import float8
 from float8.kernels import matmul
@@ -22,12 +24,14 @@ from float8.testing import needs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks import casts, gemm, registry, report, runner
+from benchmarks import casts, gemm, registry, report, runner, step
 from benchmarks.__main__ import BENCHES, main
 from benchmarks.registry import Bench, Call, Contender, Options, shapes_of
 
 CPU = torch.device("cpu")
 PLAN = ((1, float8.FULL), float8.E4M3FN.dtype, "fp32")
+# Dynamo looks at .grad of a block's input and hides the warning, which "error" makes a failure.
+COMPILED_BLOCKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
 class FakeTimer(runner.Timer):
@@ -230,6 +234,44 @@ def test_layers_are_compared_with_bf16() -> None:
     assert near((y, y), lambda: (y, y + torch.randn(64, 64))) is not None
     assert near((y, y), lambda: (y, y * float("nan"))) is not None
     assert near((y, y), lambda: (y,)) == "1 outputs, bf16 has 2"
+
+
+@COMPILED_BLOCKS
+def test_a_step_converts_what_a_peer_does_and_compiles_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torchao")
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    base, tokens, targets = step.build((3, 2, 16, 32, 4, 2, 64), CPU)
+    converted = []
+
+    def noted(convert: Callable[[step.GPT], object], model: step.GPT) -> None:
+        convert(model)
+        layers = model.named_modules()
+        converted.append({name for name, layer in layers if "Float8Linear" in str(type(layer))})
+
+    for convert in (
+        partial(step.convert_to, "rowwise", False),
+        partial(step.convert_peer, "rowwise"),
+    ):
+        call = step.make_step(base, tokens, targets, partial(noted, convert))
+        counter.frame_count = 0
+        losses = [call()[0] for _ in range(2)]
+        assert counter.frame_count == 1  # for three blocks, twice
+        assert abs(losses[1] - losses[0]) < 1e-3
+    assert len(converted[0]) == 3 * 7 and converted[0] == converted[1]
+
+
+def test_a_step_trains() -> None:
+    """With a learning rate to speak of, the loss falls."""
+    model, tokens, targets = step.build((1, 1, 16, 32, 4, 2, 64), CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "LEARNING_RATE", 0.01)
+        call = step.training_step(model, tokens, targets)
+    losses = [float(call()[0]) for _ in range(5)]
+    assert losses[-1] < losses[0] - 0.5 and losses == sorted(losses, reverse=True)
+    assert len(call()) == 1 + len(list(model.parameters()))
 
 
 def test_products_are_as_exact_as_the_reference() -> None:
@@ -487,6 +529,7 @@ def test_unknown_shapes_are_refused(
 
 
 @needs("cuda")
+@COMPILED_BLOCKS
 @pytest.mark.parametrize(
     "name, shape",
     [
@@ -494,6 +537,7 @@ def test_unknown_shapes_are_refused(
         ("grouped/rowwise-col", "1024x256x4"),
         ("gemm/rowwise", "128x256x512"),
         ("linear/uncompiled", "64x128x256"),
+        ("step/compiled", "2x2x128x256x4x2x512"),
     ],
 )
 def test_run_on_a_gpu(name: str, shape: str, tmp_path: Path) -> None:
