@@ -94,11 +94,11 @@ def quantize_grouped(
     parts.append(quantize(rest, *col))
     # Autocast would bring what is joined to one dtype, and knows none of one byte.
     with torch.autocast(x.device.type, enabled=False):
-        data_t = torch.cat([data for data, _ in parts], 1)
+        data_t = join([data for data, _ in parts], 1)
         if col.block[1] == FULL:
-            scale_t = torch.cat([scale.t() for _, scale in parts[:-1]])
+            scale_t = join([scale.t() for _, scale in parts[:-1]], 0)
         else:
-            scale_t = scale_layout(torch.cat([scale for _, scale in parts], 1), col.block)
+            scale_t = scale_layout(join([scale for _, scale in parts], 1), col.block)
     return (
         *(_no_rows(x) if row is None else quantize(x, *row)),
         data_t,
@@ -107,11 +107,18 @@ def quantize_grouped(
     )
 
 
-def padded_tokens(tokens: int, groups: int) -> int:
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    """``torch.cat`` as bytes: on a GPU torch joins only some 8-bit types."""
+    dtype = parts[0].dtype
+    bits = torch.uint8 if dtype.itemsize == 1 else dtype
+    return torch.cat([part.view(bits) for part in parts], dim).view(dtype)
+
+
+def padded_tokens(tokens: int, groups: int, align: int = GROUP_ALIGN) -> int:
     """P: the most that the column layout of so many tokens in so many groups can need. All groups
     but one of a single token need exactly that."""
-    longest = GROUP_ALIGN - 1  # what padding adds to a group that is not empty
-    padded: int = (tokens + longest * torch.sym_min(groups, tokens)) // GROUP_ALIGN * GROUP_ALIGN
+    longest = align - 1  # what padding adds to a group that is not empty
+    padded: int = (tokens + longest * torch.sym_min(groups, tokens)) // align * align
     return padded
 
 
