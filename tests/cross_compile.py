@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from float8.devices import assume_device, describe
 from float8.formats import E4M3FN, E4M3FNUZ, FORMATS
-from float8.kernels import fused_triton, quantize_grouped_triton, quantize_triton
+from float8.kernels import fused_triton, launch, quantize_grouped_triton, quantize_triton
 from float8.kernels.quantize import CastPlan
 from float8.scaling import FULL
 
@@ -42,9 +42,9 @@ POINTERS = {
 BLOCKS = {"tensor": (FULL, FULL), "row": (1, FULL), "block": (1, 128), "square": (128, 128)}
 
 
-def compiled(launch: tuple[Any, Any, Any], target: GPUTarget) -> Any:
+def compiled(recorded: tuple[Any, Any, Any], target: GPUTarget) -> Any:
     """The kernel of a recorded launch, specialised as Triton does: divisibility by 16, ones."""
-    kernel, args, kwargs = launch
+    kernel, args, kwargs = recorded
     names = [p.name for p in kernel.params]
     values = dict(zip(names, args, strict=False)) | kwargs
     signature, constants, attributes = {}, {}, {}
@@ -165,7 +165,7 @@ def main(arguments: list[str]) -> None:
 
     JITFunction.run = record
     (runs,) = [RUNS[option] for option in options & set(RUNS)] or [RUNS[""]]
-    modules: tuple[Any, ...] = (quantize_triton, quantize_grouped_triton, fused_triton)
+    modules: tuple[Any, ...] = (launch, quantize_triton, quantize_grouped_triton, fused_triton)
     for module in modules:
         module.multiprocessors = lambda x: 132
     for name in targets:
@@ -191,10 +191,10 @@ def main(arguments: list[str]) -> None:
                 launches.clear()
                 with assume_device(name):
                     run(*pair)
-                for launch in launches:
-                    shown = facts(compiled(launch, target))
+                for seen in launches:
+                    shown = facts(compiled(seen, target))
                     where = {"target": name, "of": source, "kind": kind, "layouts": layouts}
-                    print(json.dumps({**where, "kernel": launch[0].__name__, **shown}), flush=True)
+                    print(json.dumps({**where, "kernel": seen[0].__name__, **shown}), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..devices import DeviceProfile, device_profile
 from ..formats import format_of
 from ..scaling import FULL, Block, as_bytes
+from .launch import Launch, Matrices, multiprocessors
 from .matmul import Operand, native_mode
-from .quantize_triton import Launch, Matrices, multiprocessors
 
 _FULL = tl.constexpr(FULL)
 

@@ -13,7 +13,6 @@ along x, so no two pairs meet in a row, and nothing is atomic.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -21,21 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..scaling import FULL, as_bytes
+from .launch import Launch, Matrices, kind, multiprocessors, row_stages, runs_ptx, target
 from .quantize import CastPlan
 from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
 from .quantize_triton import (
-    Matrices,
     amax_bits,
-    kind,
     larger,
     load_four,
-    multiprocessors,
-    row_stages,
-    runs_ptx,
     store_row,
     store_scale,
     store_tile,
-    target,
     to_magnitude,
     to_scale,
 )
@@ -188,23 +182,6 @@ def group_amax_kernel(
     store_scale(scale + out, s, inside)
 
 
-class _Launch:
-    """A kernel and its constants. Like ``quantize_triton.Launch`` it lets Triton examine the
-    arguments once; these kernels are compiled for any number of tokens, so the grid and the sizes
-    are given at the call."""
-
-    def __init__(self, kernel: Any, options: dict[str, int], **constants: Any) -> None:
-        """``constants``: all constexprs, in the order of the kernel's parameters."""
-        self.kernel, self.options, self.constants = kernel, options, constants
-        self.compiled: Any = None  # stays None in Triton's interpreter
-
-    def __call__(self, grid: tuple[int, int, int], *arguments: Tensor | int | None) -> None:
-        if self.compiled is None:
-            self.compiled = self.kernel[grid](*arguments, **self.constants, **self.options)
-        else:
-            self.compiled[grid](*arguments, *self.constants.values())
-
-
 _MAX_ROW = 16384  # the longest row that group_rows_kernel holds in registers
 
 
@@ -268,10 +245,10 @@ class _Measure:
         wide, self.pieces = self.width > 4096, triton.cdiv(x.k, self.width)
         together = max(1, self.programs * self.pieces // processors)
         row_bytes = together * self.width * dtype.itemsize
-        self.rows = _Launch(
-            group_rows_kernel, {"num_warps": 8 if wide else 4},
+        self.rows = Launch(
+            group_rows_kernel, None, options={"num_warps": 8 if wide else 4},
             ROW_T=row and target(x, row), COL=kind(col), COL_T=target(x, col),
-            GP=triton.next_power_of_2(groups), KP=self.width, 
+            GP=triton.next_power_of_2(groups), KP=self.width,
             STAGES=row_stages(x.device, row_bytes, 4 if wide else 3),
         )  # fmt: skip
         vector = kind(col) == "vector"
@@ -280,8 +257,8 @@ class _Measure:
         # One step where groups are of equal sizes.
         lines = min(256, triton.next_power_of_2(self.programs // groups + 1))
         self.step = min(256, 8192 // lines) if vector else triton.next_power_of_2(self.pieces)
-        self.amax = _Launch(
-            group_amax_kernel, {"num_warps": 4},
+        self.amax = Launch(
+            group_amax_kernel, None, options={"num_warps": 4},
             COL=kind(col), COL_T=target(x, col), BP=lines, BN=self.step,
         )  # fmt: skip
 
@@ -292,12 +269,12 @@ class _Measure:
         data, row_scale = (None, None) if rows is None else (rows[0], as_bytes(rows[1]))
         share = triton.cdiv(t, self.programs)
         self.rows(
-            (self.programs, self.pieces, 1),
             x, offs, data, row_scale, partial, t, k, g, *x.stride(), share,
+            grid=(self.programs, self.pieces, 1),
         )  # fmt: skip
         self.amax(
-            (triton.cdiv(self.entries, self.step), g, 1),
             partial, offs, amax, as_bytes(scale), t, self.entries, g, share,
+            grid=(triton.cdiv(self.entries, self.step), g, 1),
         )  # fmt: skip
         return amax
 
@@ -313,8 +290,8 @@ class _Tiles:
         self.whole = col.block[1] == FULL
         # Registers of a block's maxima are capped as in the dense tile_options.
         few = {"maxnreg": 168} if runs_ptx(x) and self.bn == 128 and not self.whole else {}
-        self.launch = _Launch(
-            group_tile_kernel, {"num_warps": 4, **few},
+        self.launch = Launch(
+            group_tile_kernel, None, options={"num_warps": 4, **few},
             ROW="none" if row is None else kind(row), COL=kind(col),
             ROW_BLOCK=self.bn if row is None else row.block[1],
             COL_BLOCK=GROUP_ALIGN if self.whole else col.block[1],
@@ -332,8 +309,8 @@ class _Tiles:
             data, scale, row_scale_k = rows[0], as_bytes(rows[1]), rows[1].stride(1)
         tiles = padded_tokens(t, self.groups) // GROUP_ALIGN
         self.launch(
-            (tiles * triton.cdiv(k, self.bn), 1, 1),
             x, offs, data, scale, data_t.view(torch.int32), as_bytes(scale_t), amax, offs_t,
             t, k, data_t.shape[1], len(offs), *x.stride(), row_scale_k,
             *((1, 0) if self.whole else scale_t.stride()),
+            grid=(tiles * triton.cdiv(k, self.bn), 1, 1),
         )  # fmt: skip

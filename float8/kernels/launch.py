@@ -1,0 +1,216 @@
+"""How kernels are launched: prepared once, with all that stays the same from call to call; the
+memory they write; what they are told of formats and devices; and the constants of
+``quantize_triton.store_tile``, by whichever kernel it is called."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..devices import device_profile
+from ..formats import Float8Format, format_of
+from ..scaling import FULL, contiguous_strides, scale_dtype, scale_shape, scale_strides
+from .quantize import CastPlan
+
+
+class Launch:
+    """A kernel and the arguments that are the same at every call; those of the call come first.
+
+    Triton examines every argument at every launch; for these kernels that costs the host of an H200
+    45 us. Here it happens once: what Triton specialises on are the arguments held here, and the
+    dtypes of those given and whether they start on 16 bytes; one object serves calls that agree in
+    those.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int] | None,
+        *sizes: float,
+        options: dict[str, int],
+        **constants: Any,
+    ) -> None:
+        """``grid``: None if it is given at the call. ``options``: Triton's own, such as num_warps.
+        ``constants``: all constexprs, in the order of the kernel's parameters."""
+        self.kernel, self.grid, self.sizes = kernel, grid, sizes
+        self.options, self.constants = options, constants
+        self.compiled: Any = None  # stays None in Triton's interpreter
+
+    def __call__(self, *first: Any, grid: tuple[int, int, int] | None = None) -> None:
+        """``first``: tensors, what stands for them (a descriptor, None) and sizes that the kernel
+        does not specialise on."""
+        grid = grid or self.grid
+        if self.compiled is None:
+            launch = self.kernel[grid]
+            self.compiled = launch(*first, *self.sizes, **self.constants, **self.options)
+        else:
+            self.compiled[grid](*first, *self.sizes, *self.constants.values())
+
+
+class Matrices(NamedTuple):
+    """Sizes and strides of x [E, M, K]."""
+
+    e: int
+    m: int
+    k: int
+    stride_e: int
+    stride_m: int
+    stride_k: int
+    device: torch.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+class Output(NamedTuple):
+    """Memory that a kernel writes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    written_as: torch.dtype
+
+    @staticmethod
+    def data(shape: tuple[int, ...], layout: CastPlan, col: bool = False) -> Output:
+        """Data of one layout; col layouts are written four values at a time where their rows are
+        of whole words."""
+        words = torch.int32 if shape[-1] % 4 == 0 else torch.uint8
+        written_as = words if col else layout.dtype
+        return Output(shape, contiguous_strides(shape), layout.dtype, written_as)
+
+    @staticmethod
+    def scale(shape: tuple[int, ...], layout: CastPlan) -> Output:
+        """Scales of data of ``shape``."""
+        block = (1,) * (len(shape) - 2) + layout.block
+        of, dtype = scale_shape(shape, block), scale_dtype(layout.scale_mode)
+        written_as = torch.uint8 if dtype.itemsize == 1 else dtype
+        return Output(of, scale_strides(of, block), dtype, written_as)
+
+    def new(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """New memory, as callers see it and as a kernel does."""
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        return out, out if self.written_as == self.dtype else out.view(self.written_as)
+
+
+def kind(layout: CastPlan) -> str:
+    """Which of ``quantize_triton``'s kinds the scales of a layout are; its block is (rows,
+    contraction)."""
+    rows, inner = layout.block
+    if inner == FULL:
+        return "tensor" if rows == FULL else "vector"
+    return "block" if rows == 1 else "square"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the kernels must know of a format, a scale mode and a device; passed as one
+    constexpr."""
+
+    FP8: Any  # Triton's dtype
+    MAX: float
+    INVERSE_MAX: float  # 1 / MAX, rounded to float32
+    MAX_MANTISSA: int  # bits of the maximum's mantissa, as float32
+    MAX_EXPONENT: int
+    HALF_STEP: int  # half a step of the format's mantissa, in float32 mantissa bits
+    MODE: str
+    PTX: str  # converts four float32 and packs them; "" for the portable form
+
+    @staticmethod
+    def of(fmt: Float8Format, mode: str, ptx: bool) -> Target:
+        import triton.language as tl
+
+        (max_bits,) = struct.unpack("<i", struct.pack("<f", fmt.max))
+        (inverse,) = struct.unpack("<f", struct.pack("<f", 1 / fmt.max))
+        cvt = f"cvt.rn.satfinite.{fmt.kind}x2.f32"
+        pack = (
+            f"{{ .reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}};  }}"
+        )
+        return Target(
+            FP8=getattr(tl, fmt.triton),
+            MAX=fmt.max,
+            INVERSE_MAX=inverse,
+            MAX_MANTISSA=max_bits & 0x007FFFFF,
+            MAX_EXPONENT=fmt.max_exponent,
+            HALF_STEP=1 << (22 - fmt.mantissa_bits),
+            MODE=mode,
+            PTX=pack if ptx else "",
+        )
+
+
+def target(x: Matrices, layout: CastPlan) -> Target:
+    return _cached_target(format_of(layout.dtype), layout.scale_mode, runs_ptx(x))
+
+
+def runs_ptx(x: Matrices) -> bool:
+    return x.is_cuda and torch.version.hip is None
+
+
+_cached_target = functools.cache(Target.of)  # a dozen values at most
+
+
+def multiprocessors(x: Matrices) -> int:
+    return _multiprocessor_count(x.device.index) if x.is_cuda else 2
+
+
+@functools.cache
+def _multiprocessor_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def row_stages(device: torch.device, row_bytes: int, wanted: int) -> int:
+    """Stages of a loop over rows, of which ``row_bytes`` are under way at once in all programs of a
+    multiprocessor: as many as its shared memory holds beside 4 KB for reductions, or one."""
+    buffers = (device_profile(device).shared_memory - 4096) // row_bytes
+    return min(wanted, buffers + 1) if buffers > 1 else 1
+
+
+def scale_sizes(scale: Output | None) -> tuple[int, ...]:
+    """Strides of a layout's scales [E, rows, blocks], zeros for a layout that is not written."""
+    return (0, 0, 0) if scale is None else (0, *scale.strides)[-3:]
+
+
+def tile_constants(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dict[str, Any]:
+    """The constexprs of ``store_tile`` for two layouts of x [E, M, K], in its order."""
+    bm, bn = tile_shape(row, col)
+    if x.m > 65535 * bm:  # the grid's limit, as in _Amax
+        bm = 128
+    return {
+        "ROW": "none" if row is None else kind(row),
+        "COL": "none" if col is None else kind(col),
+        "ROW_BLOCK": bn if row is None or row.block[1] == FULL else row.block[1],
+        "COL_BLOCK": bm if col is None or col.block[1] == FULL else col.block[1],
+        "ROW_T": None if row is None else target(x, row),
+        "COL_T": None if col is None else target(x, col),
+        "WORDS": x.m % 4 == 0,
+        "EVEN": x.m % bm == 0 and x.k % bn == 0,
+        "BM": bm,
+        "BN": bn,
+    }
+
+
+def tile_shape(row: CastPlan | None, col: CastPlan | None) -> tuple[int, int]:
+    """Rows and columns of a tile: at least one block of every layout. The fastest of seven shapes
+    by four or eight warps on an H200."""
+    blocks = {layout.block[1] for layout in (row, col) if layout is not None}
+    if row is not None and col is None and row.block[0] == 1 and row.block[1] in (32, 128):
+        return 32, 256 if row.block[1] == 32 else 128
+    if row is None and col is not None and kind(col) == "vector":
+        return 256, 64
+    return (128, 64) if 32 in blocks and 128 not in blocks else (128, 128)
+
+
+def tile_options(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dict[str, int]:
+    """Triton's options for a tile. 128 x 128 in four wavefronts of 64 is right as it is; of 32, it
+    leaves 128 values to a thread: blocks get so few registers that three programs share a
+    multiprocessor instead of two (1x128 dual, 8192 x 14336: 134.7 us instead of 144.2), and two
+    layouts from one amax get eight warps."""
+    if runs_ptx(x) and tile_shape(row, col) == (128, 128):
+        both = row is not None and col is not None and kind(row) == kind(col) == "tensor"
+        return {"num_warps": 8} if both else {"num_warps": 4, "maxnreg": 168}
+    return {"num_warps": 4}
