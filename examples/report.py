@@ -1,4 +1,4 @@
-"""What a training leaves behind: JSON-lines logs, progress, TensorBoard files, a plot, a table.
+"""What a training leaves behind: JSON logs and losses, progress, TensorBoard, a plot, a table.
 
 tqdm, tensorboard, matplotlib and rich are optional: where one of the first three is missing, a line
 says what is left out; without rich the table is plain text.
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LAST = 20  # steps that the table's loss is the mean of, and that the plot smooths over
+LAST = 20  # steps that the closing loss is the mean of, and that the plot smooths over
 Record = dict[str, Any]  # one recipe's run: settings, versions, rows (one per step), summary
 
 
@@ -109,7 +109,29 @@ def smooth(values: list[float], window: int = LAST) -> tuple[list[float], list[f
     return middles, means
 
 
-def plot(records: dict[str, Record], title: str, path: Path) -> None:
+def gap_percent(loss: float, bf16: float) -> float:
+    return 100 * (loss / bf16 - 1)
+
+
+def save_losses(records: dict[str, Record], path: Path, last: int = LAST) -> None:
+    """Write, per recipe, the mean loss of the last steps and the held-out one, each with its gap to
+    bf16 in percent. What is not known, or not finite, is null."""
+    found: dict[str, dict[str, Any]] = {}
+    for recipe, record in records.items():
+        rows, summary = record["rows"], record["summary"]
+        loss = statistics.fmean(row["loss"] for row in rows[-last:])
+        found[recipe] = {"steps": len(rows), "stopped": record["stopped"], "loss": loss}
+        found[recipe] |= {key: summary[key] for key in ("validation_loss", "tokens_per_s")}
+    base = found.get("bf16", {"loss": math.nan, "validation_loss": math.nan})
+    for losses in found.values():
+        losses["gap_percent"] = gap_percent(losses["loss"], base["loss"])
+        held_out = gap_percent(losses["validation_loss"], base["validation_loss"])
+        losses["validation_gap_percent"] = held_out
+    written = {"mean_of_last": last, "recipes": finite(found)}
+    path.write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
+
+
+def plot(records: dict[str, Record], title: str, path: Path, last: int = LAST) -> None:
     """Loss curves, raw and smoothed; below, the smoothed ones' distance from bf16's in percent."""
     from matplotlib.figure import Figure  # the object interface: no display, no global state
 
@@ -117,21 +139,21 @@ def plot(records: dict[str, Record], title: str, path: Path) -> None:
     losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     colours = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito's
     curves = {recipe: [row["loss"] for row in record["rows"]] for recipe, record in records.items()}
-    _, base = smooth(curves.get("bf16", []))
+    _, base = smooth(curves.get("bf16", []), last)
     for (recipe, curve), colour in zip(curves.items(), colours, strict=False):
-        steps, means = smooth(curve)
+        steps, means = smooth(curve, last)
         losses.plot(curve, color=colour, alpha=0.3, linewidth=0.8)
         losses.plot(steps, means, color=colour, linewidth=1.6, label=recipe)
         if base and recipe != "bf16":
-            gap = [100 * (ours / bf16 - 1) for ours, bf16 in zip(means, base, strict=False)]
+            gap = [gap_percent(ours, bf16) for ours, bf16 in zip(means, base, strict=False)]
             gaps.plot(steps[: len(gap)], gap, color=colour, linewidth=1.6, label=recipe)
     losses.set(title=title, ylabel="training loss (nats per byte)")
-    losses.legend(title=f"thin: each step; thick: mean of {LAST}")
+    losses.legend(title=f"thin: each step; thick: mean of {last}")
     gaps.axhline(0, color="#000000", linewidth=0.8)
     gaps.set(
         xlabel="step",
         ylabel="gap to bf16 (%)",
-        title=f"Relative gap to bf16 of the mean of {LAST} steps",
+        title=f"Relative gap to bf16 of the mean of {last} steps",
     )
     if not base:
         gaps.text(0.5, 0.5, "no bf16 run to compare with", ha="center", transform=gaps.transAxes)
@@ -144,14 +166,14 @@ def percent(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.1f}%"
 
 
-def table(records: dict[str, Record]) -> list[list[str]]:
+def table(records: dict[str, Record], last: int = LAST) -> list[list[str]]:
     """The closing table as text: a header and one line per recipe."""
-    header = ["recipe", f"loss (last {LAST})", "gap to bf16", "held-out loss", "tokens/s"]
+    header = ["recipe", f"loss (last {last})", "gap to bf16", "held-out loss", "tokens/s"]
     lines = [[*header, "MFU (bf16 peak)", "MFU (FP8 peak)", "peak GPU memory", "FP8 layers"]]
     base = records["bf16"]["summary"]["loss"] if "bf16" in records else math.nan
     for recipe, record in records.items():
         s = record["summary"]
-        gap = math.nan if record["stopped"] else 100 * (s["loss"] / base - 1)
+        gap = math.nan if record["stopped"] else gap_percent(s["loss"], base)
         memory = s["peak_memory_bytes"]
         lines.append(
             [

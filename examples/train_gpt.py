@@ -3,15 +3,17 @@
     python examples/train_gpt.py                         tiny, bf16 and rowwise, for two CPU cores
     python examples/train_gpt.py --recipe bf16 tensorwise rowwise rowwise_wgrad_hp blockwise mxfp8
     python examples/train_gpt.py --assume-device gfx942  FP8 as AMD's MI300 has it (FNUZ), emulated
-    python examples/train_gpt.py --preset small --compile              125M parameters, for a GPU
+    python examples/train_gpt.py --preset small --compile --cuda-graph --steps 1000 --last 100
+                                                         125M parameters, for a GPU
     python examples/train_gpt.py --data my_text/ --save runs/mine --save-every 100
 
 Every recipe starts from the same weights and sees the same batches. Parameters stay float32 and the
 forward pass runs under bf16 autocast; all that an FP8 run has more is one line,
 `float8.convert(model, recipe)`. A training writes to its folder (--out): <recipe>.jsonl with the
-settings, a line per step and a closing summary; loss.png; TensorBoard files on request. Ctrl-C
-saves a checkpoint and says how to go on; a resumed run is bit for bit the uninterrupted one (on a
-GPU with --deterministic).
+settings, a line per step and a closing summary; loss.png with all curves; losses.json with the
+closing losses and their gaps to bf16; TensorBoard files on request. Ctrl-C saves a checkpoint and
+says how to go on; a resumed run is bit for bit the uninterrupted one (on a GPU with
+--deterministic).
 """
 
 from __future__ import annotations
@@ -42,14 +44,16 @@ import checkpoint
 import torch
 from data import Text
 from gpt import GPT, GPTConfig
-from report import LAST, Log, Outputs, Record, plot, print_table, table
-from torch import nn
+from report import LAST, Log, Outputs, Record, plot, print_table, save_losses, table
+from torch import Tensor, nn
 
 import float8
 from float8 import testing
 from float8.devices import DeviceProfile
 
 VALIDATION_BATCHES = 8
+EAGER_STEPS = 3  # before a step is captured: they compile, and make the optimiser's state
+Batches = list[tuple[Tensor, Tensor]]  # of a step: tokens and targets of each micro-batch
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,18 @@ class Preset:
     steps: int
     warmup: int
     lr: float
+    kv_heads: int | None = None
 
 
 PRESETS = {
     "tiny": Preset(4, 128, 4, 352, seq_len=128, batch_size=8, steps=120, warmup=20, lr=2e-3),
     "small": Preset(10, 1024, 8, 2688, seq_len=1024, batch_size=32, steps=500, warmup=50, lr=6e-4),
-}
+    # Blocks as in Llama 3.2 1B, and 4 of the 32 of Llama 3 8B, with a vocabulary of bytes.
+    "1b": Preset(16, 2048, 32, 8192, seq_len=2048, batch_size=8, steps=500, warmup=50, lr=3e-4,
+                 kv_heads=8),
+    "8b-layers": Preset(4, 4096, 32, 14336, seq_len=8192, batch_size=1, steps=100, warmup=20,
+                        lr=3e-4, kv_heads=8),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,15 @@ class Job:
 
 
 @dataclass
+class Captured:
+    """A step's work on the GPU, that replays as one launch, and where it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    batches: Batches
+    results: tuple[Tensor, Tensor]
+
+
+@dataclass
 class Run:
     """One recipe in training. It has done as many steps as its record has rows."""
 
@@ -96,15 +115,21 @@ class Run:
     model: GPT
     optimizer: torch.optim.Optimizer
     whole: bool = True  # False while the weights are ahead of the rows: no state to save
+    # With --cuda-graph:
+    lr: Tensor | None = None  # where the captured update reads it
+    eager: int = 0  # steps done without a graph
+    captured: Captured | None = None
 
 
 def build(record: Record, job: Job) -> Run:
     """Model, conversion and optimizer of one recipe. The seed alone decides the first weights."""
     if job.device.type == "cuda":
         gc.collect()  # the last recipe's model, which must not count as this one's memory
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(job.device)
     torch.manual_seed(job.args.seed)
-    model = GPT(job.model).to(job.device)
+    with job.device:
+        model = GPT(job.model)
     if record["recipe"] != "bf16":
         float8.convert(model, float8.RECIPES[record["recipe"]])
     if job.args.compile:
@@ -116,9 +141,12 @@ def build(record: Record, job: Job) -> Run:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    fused = job.device.type == "cuda"
-    optimizer = torch.optim.AdamW(groups, lr=job.setup.lr, betas=(0.9, 0.95), fused=fused)
-    return Run(record, model, optimizer)
+    on_gpu = job.device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        groups, lr=job.setup.lr, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu
+    )
+    lr = torch.zeros((), device=job.device) if job.args.cuda_graph else None
+    return Run(record, model, optimizer, lr=lr)
 
 
 def learning_rate(step: int, setup: Preset, schedule: str) -> float:
@@ -138,26 +166,64 @@ def weights_cast_once(run: Run, micro_batches: int) -> contextlib.AbstractContex
     return float8.cached_weights(run.model)
 
 
-def train_step(run: Run, job: Job) -> dict[str, Any]:
-    """One step: each micro-batch forward and backward, clip, update. Adds its row to the record."""
-    began, setup, step = time.perf_counter(), job.setup, len(run.record["rows"])
-    lr = learning_rate(step, setup, job.args.schedule)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
+def update(run: Run, job: Job, batches: Batches) -> tuple[Tensor, Tensor]:
+    """Each micro-batch forward and backward, clip, update: the loss and the gradients' norm."""
     run.optimizer.zero_grad()
     losses = []
-    with weights_cast_once(run, job.args.accumulate):
-        for micro in range(job.args.accumulate):
-            key = f"{job.args.seed}/{step}/{micro}"
-            tokens, targets = job.text.batch(key, setup.batch_size, setup.seq_len)
+    with weights_cast_once(run, len(batches)):
+        for tokens, targets in batches:
             with torch.autocast(job.device.type, torch.bfloat16):
-                loss = run.model(tokens, targets) / job.args.accumulate
+                loss = run.model(tokens, targets) / len(batches)
             loss.backward()
             losses.append(loss.detach())
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.whole = False
     run.optimizer.step()
-    loss, grad_norm = torch.stack(losses).sum().item(), norm.item()  # waits for the device
+    return torch.stack(losses).sum(), norm
+
+
+def capture(run: Run, job: Job, batches: Batches) -> Captured:
+    """Record an update as a CUDA graph. Nothing is computed yet."""
+    graph, batches = torch.cuda.CUDAGraph(), [(x.clone(), y.clone()) for x, y in batches]
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        results = update(run, job, batches)
+    return Captured(graph, batches, results)
+
+
+def replay(run: Run, job: Job, batches: Batches) -> tuple[Tensor, Tensor]:
+    """An update by a CUDA graph, which the first call captures."""
+    if run.captured is None:
+        run.captured = capture(run, job, batches)
+    for kept, new in zip(run.captured.batches, batches, strict=True):
+        for into, given in zip(kept, new, strict=True):
+            into.copy_(given)
+    run.whole = False
+    run.captured.graph.replay()
+    return run.captured.results
+
+
+def set_learning_rate(run: Run, lr: float) -> None:
+    if run.lr is not None:
+        run.lr.fill_(lr)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr if run.lr is None else run.lr
+
+
+def train_step(run: Run, job: Job) -> dict[str, Any]:
+    """One step: draw the batches, update. Adds its row to the record."""
+    began, setup, step = time.perf_counter(), job.setup, len(run.record["rows"])
+    lr = learning_rate(step, setup, job.args.schedule)
+    set_learning_rate(run, lr)
+    batches = [
+        job.text.batch(f"{job.args.seed}/{step}/{micro}", setup.batch_size, setup.seq_len)
+        for micro in range(job.args.accumulate)
+    ]
+    if job.args.cuda_graph and run.eager == EAGER_STEPS:
+        results = replay(run, job, batches)
+    else:
+        results = update(run, job, batches)
+        run.eager += 1
+    loss, grad_norm = (result.item() for result in results)  # waits for the device
     tokens_done = job.args.accumulate * setup.batch_size * setup.seq_len
     tokens_per_s = tokens_done / (time.perf_counter() - began)
     row = dict(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
@@ -189,7 +255,7 @@ def summary(run: Run, job: Job) -> dict[str, Any]:
     flops = run.model.flops_per_token(job.setup.seq_len)
     layers = float8.summary(run.model)
     return {
-        "loss": statistics.fmean(row["loss"] for row in rows[-LAST:]),
+        "loss": statistics.fmean(row["loss"] for row in rows[-job.args.last :]),
         "validation_loss": validation_loss(run, job),
         "tokens_per_s": speed,
         "flops_per_token": flops,
@@ -200,6 +266,16 @@ def summary(run: Run, job: Job) -> dict[str, Any]:
         "all_layers": len(layers.layers),
         "layers": str(layers),  # with the implementation that each product took
     }
+
+
+def stream_of_its_own(job: Job) -> contextlib.AbstractContextManager[Any]:
+    """What --cuda-graph wants: a graph is captured in the stream that the steps before ran in, and
+    that cannot be the default one."""
+    if not job.args.cuda_graph:
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(job.device)
+    stream.wait_stream(torch.cuda.current_stream(job.device))
+    return torch.cuda.stream(stream)
 
 
 @contextlib.contextmanager
@@ -232,7 +308,7 @@ def train(run: Run, job: Job) -> None:
     record, steps, every = run.record, job.setup.steps, job.args.save_every
     log = Log(job.outputs, record, steps)
     try:
-        with ctrl_c_after_the_step() as check_ctrl_c:
+        with ctrl_c_after_the_step() as check_ctrl_c, stream_of_its_own(job):
             while len(record["rows"]) < steps:
                 row = train_step(run, job)
                 log.step(row)
@@ -304,12 +380,13 @@ def introduce(job: Job) -> None:
     setup, text, profile = job.setup, job.text, job.profile
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(job.model).parameters())
+    shared = f" ({setup.kv_heads} of keys and values)" if setup.kv_heads else ""
     size = len(text.train) + len(text.validation)
     peak = f", peak FLOP/s from the {profile.peak_source}" if profile.peak_source else ""
     formats = " and ".join(float8.format_for(job.device, kind).name for kind in ("e4m3", "e5m2"))
     print(
-        f"model: {setup.layers} layers, width {setup.dim}, {setup.heads} heads, hidden width "
-        f"{setup.hidden}: {parameters / 1e6:.2f}M parameters\n"
+        f"model: {setup.layers} layers, width {setup.dim}, {setup.heads} heads{shared}, hidden "
+        f"width {setup.hidden}: {parameters / 1e6:.2f}M parameters\n"
         f"text: {text.source}, {size:,} bytes, the last tenth held out "
         f"(sha256 {text.sha256[:12]})\n"
         f"device: {profile.product or job.device}{peak}\n"
@@ -352,12 +429,20 @@ def command_line() -> argparse.ArgumentParser:
         add(f"--{f.name.replace('_', '-')}", type=kind, metavar="N", help="instead of the preset's")
     add("--schedule", choices=("constant", "cosine"), default="constant", help="after --warmup")
     add("--accumulate", type=positive(int), default=1, metavar="N", help="batches per step")
+    add(
+        "--last",
+        type=positive(int),
+        default=LAST,
+        metavar="N",
+        help="steps that the closing loss is the mean of (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of the first weights and of the batches (default: 0)")
     add("--data", metavar="PATH", help="a file or folder (default: Python's standard library)")
     gpu = torch.cuda.is_available()
     add("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
     add("--assume-device", metavar="NAME", help="emulate this device's FP8, such as gfx942")
     add("--compile", action="store_true", help="torch.compile each block, fullgraph")
+    add("--cuda-graph", action="store_true", help="replay each step as one launch, on a GPU")
     add("--deterministic", action="store_true", help="kernels that give the same bits each time")
     add("--out", type=Path, metavar="DIR", help="default: runs/<a name made of the settings>")
     add("--save", type=Path, metavar="PATH", help="checkpoint folder (default: DIR/checkpoints)")
@@ -371,12 +456,14 @@ def prepare(args: argparse.Namespace) -> Job:
     """What the flags ask for. Raises ValueError, in words, where it cannot be had."""
     given = {f.name: getattr(args, f.name) for f in fields(Preset)}
     setup = replace(PRESETS[args.preset], **{k: v for k, v in given.items() if v is not None})
-    model = GPTConfig(setup.layers, setup.dim, setup.heads, setup.hidden)
+    model = GPTConfig(setup.layers, setup.dim, setup.heads, setup.hidden, kv_heads=setup.kv_heads)
     if args.device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device {args.device}: it must be cpu, or cuda for a GPU (AMD's too)")
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: PyTorch sees no GPU here; use --device cpu")
+    if args.cuda_graph and device.type != "cuda":
+        raise ValueError("--cuda-graph: a CPU has no such graphs; leave it out, or use a GPU")
     text = Text.load(args.data, setup.seq_len, device)
     name = [args.preset, *args.recipe, args.assume_device or device.type, f"seed{args.seed}"]
     folder = args.out or Path("runs", "-".join(name))
@@ -420,7 +507,12 @@ def new_record(recipe: str, job: Job) -> Record:
         "recipe": recipe,
         "planned": args.recipe,
         "settings": settings,
-        "run": {"device": str(job.device), "compile": args.compile, "source": job.text.source},
+        "run": {
+            "device": str(job.device),
+            "compile": args.compile,
+            "cuda graph": args.cuda_graph,
+            "source": job.text.source,
+        },
         "versions": versions(job.device),
         "rows": [],
         "summary": None,
@@ -467,8 +559,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         numerics = f" with FP8 as {args.assume_device} has it" if args.assume_device else ""
         where = f"{job.profile.product or job.device}{numerics}"
         title = f"{args.preset} GPT, seed {args.seed}, on {where}"
-        plot(records, title, job.outputs.folder / "loss.png")
-    print_table(table(records))
+        plot(records, title, job.outputs.folder / "loss.png", args.last)
+    save_losses(records, job.outputs.folder / "losses.json", args.last)
+    print_table(table(records, args.last))
     return {"out": job.outputs.folder, "runs": records}
 
 

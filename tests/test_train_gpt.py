@@ -21,6 +21,8 @@ import gpt
 import report
 import train_gpt
 
+from float8.testing import needs
+
 SIZES = "--layers 2 --dim 32 --heads 2 --hidden 48 --seq-len 32 --batch-size 4 --warmup 2 --lr 1e-2"
 DECIDED = ("step", "loss", "lr", "grad_norm")  # what a row holds besides its speed
 
@@ -105,6 +107,18 @@ def test_flops_count_every_multiplied_weight_and_attention() -> None:
     products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
     # PyTorch's own count of the products of weights; it does not know the CPU's attention.
     assert products == T * (model.flops_per_token(T) - 12 * 2 * D * T)
+
+
+def test_shared_keys_and_values_are_those_of_a_repeated_head() -> None:
+    shared = gpt.GPT(gpt.GPTConfig(layers=1, dim=32, heads=4, hidden=48, kv_heads=2))
+    full = gpt.GPT(gpt.GPTConfig(layers=1, dim=32, heads=4, hidden=48))
+    state = shared.state_dict()
+    for name in ("blocks.0.attention.wk.weight", "blocks.0.attention.wv.weight"):
+        assert state[name].shape == (16, 32)
+        state[name] = state[name].view(2, 1, 8, 32).expand(2, 2, 8, 32).reshape(32, 32)
+    full.load_state_dict(state)
+    tokens = torch.randint(256, (2, 16))
+    torch.testing.assert_close(shared(tokens), full(tokens))
 
 
 # ---- The data ----
@@ -240,6 +254,39 @@ def test_compiled_blocks_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.nn.Module, "compile", without_inductor)
     compiled = train(tmp_path, "--steps 2 --layers 1 --recipe rowwise --compile")
     assert decided(compiled["runs"]["rowwise"]["rows"]) == decided(eager["runs"]["rowwise"]["rows"])
+
+
+@needs("cuda")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("flags", ["", "--accumulate 2", "--compile"])
+def test_captured_steps_train_as_launched_ones(tmp_path: Path, flags: str) -> None:
+    flags = f"--device cuda --steps 8 --recipe bf16 rowwise {flags}"
+    launched = train(tmp_path / "launched", flags)["runs"]
+    captured = train(tmp_path / "captured", f"{flags} --cuda-graph")["runs"]
+    for recipe, record in captured.items():
+        rows = launched[recipe]["rows"]
+        for key in DECIDED:
+            expected = [row[key] for row in rows]
+            assert [row[key] for row in record["rows"]] == pytest.approx(expected, rel=2e-3), key
+        assert len({row["loss"] for row in record["rows"]}) == 8
+
+
+@pytest.mark.parametrize("name", train_gpt.PRESETS)
+def test_presets_make_models(name: str) -> None:
+    """The shapes of Llama's blocks, where a preset promises them."""
+    preset = train_gpt.PRESETS[name]
+    config = gpt.GPTConfig(
+        preset.layers, preset.dim, preset.heads, preset.hidden, kv_heads=preset.kv_heads
+    )
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    parameters = sum(p.numel() for p in model.blocks.parameters())
+    llama = {"1b": 16 * 60_821_504, "8b-layers": 4 * 218_112_000}  # a published model's blocks
+    assert parameters == llama.get(name, parameters)
+    tokens = preset.batch_size * preset.seq_len
+    assert name != "8b-layers" or tokens == 8192
+    with torch.device("meta"):
+        assert model(torch.zeros(1, preset.seq_len, dtype=torch.int64)).shape[-1] == 256
 
 
 def test_divergence_stops_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,6 +452,31 @@ def test_utilisation_is_against_both_peaks() -> None:
     assert train_gpt.utilisation(4e14, None) is None and report.percent(None) == "unknown"
 
 
+def test_losses_and_gaps_are_those_of_the_rows(tmp_path: Path) -> None:
+    runs = train(tmp_path, "--steps 5 --layers 1 --recipe bf16 rowwise --last 3")["runs"]
+    written = json.loads((tmp_path / "losses.json").read_text())
+    assert written["mean_of_last"] == 3 and list(written["recipes"]) == ["bf16", "rowwise"]
+    means = {}
+    for recipe, losses in written["recipes"].items():
+        means[recipe] = statistics.fmean(row["loss"] for row in runs[recipe]["rows"][2:])
+        assert losses["loss"] == means[recipe] == runs[recipe]["summary"]["loss"]
+        assert losses["steps"] == 5 and losses["stopped"] is None
+    bf16, rowwise = written["recipes"].values()
+    assert bf16["gap_percent"] == bf16["validation_gap_percent"] == 0.0
+    assert rowwise["gap_percent"] == pytest.approx(100 * (means["rowwise"] / means["bf16"] - 1))
+    held_out = rowwise["validation_loss"] / bf16["validation_loss"]
+    assert rowwise["validation_gap_percent"] == pytest.approx(100 * (held_out - 1))
+
+
+def test_losses_without_bf16_or_end_are_null(tmp_path: Path) -> None:
+    summary = {"validation_loss": 2.0, "tokens_per_s": 5.0}
+    record = {"rows": [{"loss": 2.0}, {"loss": math.nan}], "summary": summary, "stopped": "nan"}
+    report.save_losses({"rowwise": record}, tmp_path / "losses.json")
+    (losses,) = json.loads((tmp_path / "losses.json").read_text())["recipes"].values()
+    assert losses["loss"] is losses["gap_percent"] is losses["validation_gap_percent"] is None
+    assert losses["stopped"] == "nan" and losses["validation_loss"] == 2.0
+
+
 def test_smoothing_ends_on_the_mean_of_the_last() -> None:
     steps, means = report.smooth([4.0, 2.0, 0.0, 7.0], window=2)
     assert (steps, means) == ([0.0, 0.5, 1.5, 2.5], [4.0, 3.0, 1.0, 3.5])
@@ -420,7 +492,7 @@ def test_missing_packages_are_one_line_each(
     assert "tqdm is not installed: progress is printed as lines (pip install tqdm)\n" in said
     assert "matplotlib is not installed: loss.png is not drawn (pip install matplotlib)\n" in said
     assert "tensorboard is not installed: no event files are written" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bf16.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bf16.jsonl", "losses.json"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tensorboard imports
@@ -441,6 +513,9 @@ def test_bad_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--device gpu: it must be cpu, or cuda" in refusal(capsys, tmp_path, "--device gpu")
     said = refusal(capsys, tmp_path, "--dim 36 --heads 4")
     assert "a width of 36 does not divide into 4 heads of even width" in said
+    said = refusal(capsys, tmp_path, "--heads 2 --kv-heads 3")
+    assert "2 heads cannot share 3 heads of keys and values evenly" in said
+    assert "--cuda-graph: a CPU has no such graphs" in refusal(capsys, tmp_path, "--cuda-graph")
     assert "'gfx1'; known are" in refusal(capsys, tmp_path, "--assume-device gfx1")
 
 
