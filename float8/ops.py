@@ -10,6 +10,7 @@ import torch
 from .kernels import fused as _fused  # noqa: F401 (registers)
 from .kernels import grouped as _grouped  # noqa: F401
 from .kernels import matmul as _matmul  # noqa: F401
+from .kernels import permute as _permute  # noqa: F401
 from .kernels import quantize as _quantize  # noqa: F401
 from .kernels import quantize_grouped as _quantize_grouped  # noqa: F401
 
@@ -25,3 +26,8 @@ grouped_mm_hp = torch.ops.float8.grouped_mm_hp
 rms_norm_quantize = torch.ops.float8.rms_norm_quantize
 swiglu_quantize = torch.ops.float8.swiglu_quantize
 swiglu_backward_quantize = torch.ops.float8.swiglu_backward_quantize
+route = torch.ops.float8.route
+permute = torch.ops.float8.permute
+permute_quantize = torch.ops.float8.permute_quantize
+unpermute = torch.ops.float8.unpermute
+unpermute_backward = torch.ops.float8.unpermute_backward

@@ -48,9 +48,7 @@ from .quantize_grouped import GROUP_ALIGN, padded_tokens
 MAX_ROW = 16384  # the longest row that a kernel casts with one scale
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
-_LIB.define(
-    "route(Tensor indices, int experts, int align) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+_LIB.define("route(Tensor indices, int experts, int align) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIB.define("permute(Tensor x, Tensor position, Tensor source) -> Tensor")
 _LIB.define(
     "permute_quantize(Tensor x, Tensor position, Tensor source, int[] block, ScalarType dtype, "
@@ -95,8 +93,8 @@ def route(indices: Tensor, experts: int, align: int) -> tuple[Tensor, Tensor, Te
     (tokens, k), device = indices.shape, indices.device
     if indices.numel() and not bool(((indices >= -1) & (indices < experts)).all()):
         raise ValueError(
-            f"indices holds {int(indices.min())} to {int(indices.max())}; they must be -1, for none, "
-            f"or an expert from 0 to {experts - 1}"
+            f"indices holds {int(indices.min())} to {int(indices.max())}; each must be an expert, "
+            f"0 to {experts - 1}, or -1 for none"
         )
     pairs = tokens * k
     expert = torch.where(indices >= 0, indices, experts).reshape(pairs)  # those of none come last
@@ -124,8 +122,8 @@ def route(indices: Tensor, experts: int, align: int) -> tuple[Tensor, Tensor, Te
 def _check_route(indices: Tensor, experts: int, align: int) -> None:
     if indices.ndim != 2 or indices.dtype not in (torch.int32, torch.int64) or not indices.shape[1]:
         raise ValueError(
-            f"indices is {indices.dtype} of shape {tuple(indices.shape)}; it must be torch.int64 or "
-            "torch.int32 of shape (tokens, k), with the experts of each token"
+            f"indices is {indices.dtype} of shape {tuple(indices.shape)}; it must be torch.int64 "
+            "or torch.int32 of shape (tokens, k), with the experts of each token"
         )
     if experts < 1 or not 1 <= align <= GROUP_ALIGN:
         raise ValueError(
@@ -224,8 +222,8 @@ def _check_pairs(position: Tensor) -> None:
 def _check_source(source: Tensor) -> None:
     if source.ndim != 1 or source.dtype != torch.int32:
         raise ValueError(
-            f"source is {source.dtype} of shape {tuple(source.shape)}; it must be the torch.int32 of "
-            "shape (rows,) that route gives"
+            f"source is {source.dtype} of shape {tuple(source.shape)}; it must be the torch.int32 "
+            "of shape (rows,) that route gives"
         )
 
 

@@ -19,12 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..scaling import FULL, as_bytes
+from ..devices import device_profile
+from ..scaling import as_bytes
 from .launch import Launch, Matrices, kind, multiprocessors, row_stages, target
 from .quantize import CastPlan
 from .quantize_triton import amax_bits, convert, store_scale, to_magnitude, to_scale
 
 _BLOCK = 256  # pairs that are ranked together: each with each, so no more of them
+_STEP = 1024  # blocks that are added up at once
+_COMPARED = tl.constexpr(64)  # of them at once, or registers would not hold it
 _LONGEST_PADDING = tl.constexpr(128)  # a power of two no less than any alignment
 _SCANNED = tl.constexpr(32)  # entries of source that are looked through at once
 
@@ -47,8 +50,12 @@ def rank_kernel(indices, rank, counts, N, blocks, E, BLOCK: tl.constexpr, EP: tl
     j = tl.arange(0, BLOCK)
     i = b * BLOCK + j
     e = experts_of(indices, i, N, E)
-    before = (e[:, None] == e[None, :]) & (j[None, :] < j[:, None])
-    tl.store(rank + i, tl.sum(before.to(tl.int32), 1), mask=i < N)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, BLOCK, _COMPARED):
+        other = first + tl.arange(0, _COMPARED)
+        equal = e[:, None] == experts_of(indices, b * BLOCK + other, N, E)[None, :]
+        before += tl.sum((equal & (other[None, :] < j[:, None])).to(tl.int32), 1)
+    tl.store(rank + i, before, mask=i < N)
     g = tl.arange(0, EP)
     tl.store(counts + g.to(tl.int64) * blocks + b, tl.histogram(e, EP), mask=g < E)
 
@@ -125,7 +132,7 @@ def _route(
     few, many = {"num_warps": 4}, {"num_warps": 8}
     return (
         Launch(rank_kernel, None, experts, options=many, **sizes),
-        Launch(scan_kernel, None, options=few, STEP=1024),
+        Launch(scan_kernel, None, options=few, STEP=_STEP),
         Launch(place_kernel, None, experts, options=few, ALIGN=align, **sizes),
     )
 
@@ -157,10 +164,10 @@ def zero_rows(
                     to = r.to(tl.int64)[None, :] * scale_r + b.to(tl.int64)[:, None] * scale_b
                     store_scale(scale + to, s, (held < 0)[None, :] & (b * BLOCK < H)[:, None])
             for few in range(first, first + _SCANNED, ROWS):
-                r = few + tl.arange(0, ROWS)
-                nothing = tl.load(source + r, mask=r < R, other=0) < 0
+                row = few + tl.arange(0, ROWS)
+                nothing = tl.load(source + row, mask=row < R, other=0) < 0
                 tl.store(
-                    rows + r.to(tl.int64)[:, None] * H + c[None, :],
+                    rows + row.to(tl.int64)[:, None] * H + c[None, :],
                     tl.zeros([ROWS, BN], tl.float32).to(rows.dtype.element_ty),
                     mask=nothing[:, None] & (c < H)[None, :],
                     eviction_policy="evict_first",
@@ -179,9 +186,7 @@ def permute_kernel(
     scale for the row, PER_ROW, or one for each BLOCK columns."""
     p, programs = tl.program_id(0), tl.num_programs(0)
     left = tl.program_id(1) * BN
-    zero_rows(
-        rows, scale, source, R, H, p, programs, left, scale_r, scale_b, T, PER_ROW, BN, BLOCK
-    )
+    zero_rows(rows, scale, source, R, H, p, programs, left, scale_r, scale_b, T, PER_ROW, BN, BLOCK)
     c = left + tl.arange(0, BN)
     inside = c < H
     b = left // BLOCK + tl.arange(0, BN // BLOCK)
@@ -189,7 +194,7 @@ def permute_kernel(
         token = tl.cast(t, tl.int64)
         to = ()  # known before anything is stored, which loads would wait for
         for j in tl.static_range(K):
-            to = to + (tl.load(position + token * K + j),)
+            to = to + (tl.load(position + token * K + j),)  # noqa: RUF005 (Triton has no star)
         v = tl.load(x + token * stride_t + c, mask=inside, other=0.0)
         if T is None:
             q = v
@@ -255,9 +260,10 @@ def _permute(
     if whole:  # as quantize_triton's row_kernel, whose choices were measured
         width, warps = padded, 8 if padded > 4096 else 4
         together, wanted = 1 if width > 8192 else 2 if width > 4096 else 4, 4 if warps == 8 else 3
-    else:  # 16 bytes of what is written for each thread
-        width = min(1024, padded)
-        warps, together, wanted = (4, 8, 3) if cast is None else (2, 16, 3)
+    else:
+        width, itemsize = min(1024, padded), 1 if cast is not None else dtype.itemsize
+        warps, wanted = warps_that_write(width * itemsize, device), 3
+        together = 32 // warps
     pieces = triton.cdiv(features, width)
     programs = max(1, processors * together // pieces)
     launch = Launch(
@@ -269,13 +275,16 @@ def _permute(
     return launch, programs, pieces
 
 
+def warps_that_write(row_bytes: int, device: torch.device) -> int:
+    """So many that each thread has 16 bytes of a piece of a row."""
+    return max(1, row_bytes // (16 * max(16, device_profile(device).wavefront)))
+
+
 # --------------------------------------------------------------------------------------- and back
 
 
 @triton.jit(do_not_specialize=["position", "weights", "R"])
-def unpermute_kernel(
-    y, position, weights, out, R, H, stride_r, K: tl.constexpr, BN: tl.constexpr
-):
+def unpermute_kernel(y, position, weights, out, R, H, stride_r, K: tl.constexpr, BN: tl.constexpr):
     """BN columns of one token's sum over its K rows."""
     pieces = tl.cdiv(H, BN)
     token = (tl.program_id(0) // pieces).to(tl.int64)
@@ -323,10 +332,11 @@ def _unpermute(
 ) -> tuple[Launch, int]:
     """The launch for any number of tokens, and the pieces of a row."""
     width = min(1024, max(128, triton.next_power_of_2(features)))
+    warps = warps_that_write(width * dtype.itemsize, device)
     launch = Launch(
         unpermute_kernel, None, features, stride,
         # Products and sums are rounded one by one, as the reference's are.
-        options={"num_warps": 4, "enable_fp_fusion": False}, K=k, BN=width,
+        options={"num_warps": warps, "enable_fp_fusion": False}, K=k, BN=width,
     )  # fmt: skip
     return launch, triton.cdiv(features, width)
 
