@@ -14,6 +14,7 @@ from .dispatch import matmul as _matmul  # noqa: F401
 from .dispatch import shape as _shape  # noqa: F401
 from .dispatch import value as _value  # noqa: F401
 from .dispatch.table import implements as implements
+from .experts import swiglu_experts as swiglu_experts
 from .formats import E4M3FN as E4M3FN
 from .formats import E4M3FNUZ as E4M3FNUZ
 from .formats import E5M2 as E5M2

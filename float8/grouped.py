@@ -21,7 +21,7 @@ from .devices import DeviceProfile, assumed_device, device_profile
 from .kernels.grouped import IMPLEMENTATIONS, WGRAD_IMPLEMENTATIONS, select, zero_tail
 from .kernels.matmul import Operand
 from .kernels.quantize import CastPlan
-from .linear import Parts, cast_layouts, kept_whole
+from .linear import Cached, Parts, cast_layouts, kept_whole, weight_layouts
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .scaling import Block, scale_dtype
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
@@ -51,7 +51,21 @@ def cast_groups(
     return (None, None) if cast is None else (data, scale), (data_t, scale_t, offs_t)
 
 
-def _multiply_rows(a: Parts, b: Parts, offs: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
+def stack_layouts(
+    w_GKN: Tensor, forward: CastPlan | None, dgrad: CastPlan | None, save: bool, cached: Cached
+) -> tuple[Parts, Parts]:
+    """FP8 parts [G, N, K] of weights for forward, and what backward is to have for dgrad: parts
+    [G, K, N] where they are to be saved or cached already, else (weights, None)."""
+    w, w_t = weight_layouts(w_GKN.mT, forward, dgrad, save, cached)
+    return w, (w_GKN, None) if w_t[1] is None else w_t
+
+
+def stack_for_dgrad(saved: Parts, dgrad: Plan) -> Parts:
+    """The FP8 parts that dgrad multiplies, of what ``stack_layouts`` gave backward."""
+    return cast_layouts(saved[0], dgrad.b, None)[0] if saved[1] is None else saved
+
+
+def multiply_rows(a: Parts, b: Parts, offs: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
     """a [rows, contraction] times each group's b [columns, contraction] transposed."""
     lead, columns, inner = plan.b.block
     out: Tensor = torch.ops.float8.grouped_mm(
@@ -69,6 +83,14 @@ def _multiply_rows(a: Parts, b: Parts, offs: Tensor, plan: Plan, dtype: torch.dt
     return out
 
 
+def multiply_columns(a: Columns, b: Columns, plan: Plan, dtype: torch.dtype) -> Tensor:
+    """Each group's columns of a times the same columns of b, transposed."""
+    out: Tensor = torch.ops.float8.grouped_wgrad(
+        a[0], b[0], a[1], b[1], a[2], plan.a.block, plan.b.block, dtype, plan.fast_accum, plan.impl
+    )
+    return out
+
+
 class _GroupedMM(torch.autograd.Function):
     """Saved for backward: FP8 copies of x in the layout wgrad needs (x itself where wgrad is in
     high precision), and the weights, or their FP8 copies for dgrad; each only if a requested
@@ -76,24 +98,29 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, w_GKN: Tensor, offs: Tensor, plans: Plans, save_weight: bool
+        ctx: Any,
+        x_TK: Tensor,
+        w_GKN: Tensor,
+        offs: Tensor,
+        plans: Plans,
+        save_weight: bool,
+        *cached: Any,  # FP8 copies of w for forward and dgrad, or Nones
     ) -> Tensor:
         dtype = x_TK.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         forward, dgrad, wgrad = plans
         keep_x = wgrad.b if needs_gw and wgrad is not None else None
-        keep_w = dgrad.b if needs_gx and save_weight and dgrad is not None else None
         x, (x_t, x_t_scale, _) = cast_groups(x_TK, offs, forward and forward.a, keep_x)
-        w, (w_t, w_t_scale) = cast_layouts(w_GKN.mT, forward and forward.b, keep_w)
+        w, w_t = stack_layouts(
+            w_GKN, forward and forward.b, dgrad and dgrad.b, save_weight and needs_gx, cached
+        )
         if forward is None:
             y_TN: Tensor = torch.ops.float8.grouped_mm_hp(x_TK, w_GKN.to(dtype), offs)
         else:
-            y_TN = _multiply_rows(x, w, offs, forward, dtype)
+            y_TN = multiply_rows(x, w, offs, forward, dtype)
         if needs_gw and wgrad is None:
             x_t = x_TK
-        if needs_gx and w_t is None:
-            w_t = w_GKN
-        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale, offs)
+        ctx.save_for_backward(x_t, x_t_scale, *(w_t if needs_gx else (None, None)), offs)
         ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_GKN.dtype
         return y_TN
 
@@ -105,10 +132,10 @@ class _GroupedMM(torch.autograd.Function):
                 "derivative (a gradient penalty, a Hessian); leave it out, or keep the layers that "
                 "need one in high precision"
             )
-        x_t, x_t_scale, w, w_scale, offs = ctx.saved_tensors
+        x_t, x_t_scale, *w_t, offs = ctx.saved_tensors
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         dtype, (_, dgrad, wgrad) = ctx.dtype, ctx.plans
-        g, (g_t, g_t_scale, offs_t) = cast_groups(
+        g, g_t = cast_groups(
             g_TN,
             offs,
             dgrad.a if needs_gx and dgrad is not None else None,
@@ -116,21 +143,16 @@ class _GroupedMM(torch.autograd.Function):
         )
         gx_TK = gw_GKN = None
         if needs_gx and dgrad is None:
-            gx_TK = torch.ops.float8.grouped_mm_hp(g_TN, w.to(dtype).mT, offs)
+            gx_TK = torch.ops.float8.grouped_mm_hp(g_TN, w_t[0].to(dtype).mT, offs)
         elif needs_gx:
-            w_t = (w, w_scale) if w_scale is not None else cast_layouts(w, dgrad.b, None)[0]
-            gx_TK = _multiply_rows(g, w_t, offs, dgrad, dtype)
+            gx_TK = multiply_rows(g, stack_for_dgrad(w_t, dgrad), offs, dgrad, dtype)
         if needs_gw:
             if wgrad is None:
                 gw_GNK = torch.ops.float8.grouped_mm_hp(g_TN.t(), x_t, offs)
             else:
-                blocks = wgrad.a.block, wgrad.b.block
-                gw_GNK = torch.ops.float8.grouped_wgrad(
-                    g_t, x_t, g_t_scale, x_t_scale, offs_t, *blocks, dtype, wgrad.fast_accum,
-                    wgrad.impl,
-                )  # fmt: skip
+                gw_GNK = multiply_columns(g_t, (x_t, x_t_scale, None), wgrad, dtype)
             gw_GKN = gw_GNK.to(ctx.w_dtype).mT
-        return gx_TK, gw_GKN, None, None, None
+        return gx_TK, gw_GKN, *[None] * 5
 
 
 _keep_whole = kept_whole(_GroupedMM)
@@ -212,19 +234,34 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, *, recipe: Recipe = ROWWISE) 
     No size waits for the device, but the PyTorch references, which multiply where no kernel does,
     read offs.
     """
-    if (plain := getattr(type(w), "plain", None)) is not None:
-        w = plain(w)  # a Float8Weight's own recipe is for modules that do not name one
     check_recipe(recipe)
+    return _grouped_mm(x, plain(w), offs, recipe, grouped_plans(recipe, x.device))
+
+
+def plain(w: Tensor) -> Tensor:
+    """w, or what a Float8Weight holds, whose own recipe is for modules that do not name one."""
+    inner = getattr(type(w), "plain", None)
+    return w if inner is None else inner(w)
+
+
+def _grouped_mm(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    recipe: Recipe,
+    plans: Plans,
+    cached: Cached = (None, None),
+) -> Tensor:
     refuse_functorch("float8.grouped_mm")
-    x = _operand(x, w)
+    x = grouped_operand(x, w)
     if torch.compiler.is_compiling():
         _keep_whole()
-    plans, save_weight = grouped_plans(recipe, x.device), recipe.weight_for_dgrad == "save"
-    y: Tensor = _GroupedMM.apply(x, w, offs, plans, save_weight)  # type: ignore[no-untyped-call]
+    save_weight = recipe.weight_for_dgrad == "save"
+    y: Tensor = _GroupedMM.apply(x, w, offs, plans, save_weight, *cached)  # type: ignore[no-untyped-call]
     return y
 
 
-def _operand(x: Tensor, w: Tensor) -> Tensor:
+def grouped_operand(x: Tensor, w: Tensor) -> Tensor:
     """x as autocast wants it; raises unless it fits w. The ops check shapes, offs and devices."""
     if isinstance(x, Float8TrainingTensor) or isinstance(w, Float8TrainingTensor):
         raise NotImplementedError(

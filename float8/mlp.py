@@ -48,7 +48,7 @@ class Rules(NamedTuple):
     eps: float | None
 
 
-def _settings(cast: CastPlan | None) -> _Settings:
+def settings(cast: CastPlan | None) -> _Settings:
     """A cast as the fused ops take it."""
     return (None, None, None) if cast is None else (cast.block, cast.dtype, cast.scale_mode)
 
@@ -78,7 +78,7 @@ class _SwigluMLP(torch.autograd.Function):
             z, z_t = cast_layouts(x_MD, forward.a, keep_z)
         else:
             *parts, rstd_M = torch.ops.float8.rms_norm_quantize(
-                x_MD, norm_D, eps, *_settings(forward.a), *_settings(keep_z)
+                x_MD, norm_D, eps, *settings(forward.a), *settings(keep_z)
             )
             z, z_t = tuple(parts[:2]), tuple(parts[2:])
         into_x, into_hidden = any(needs[:2]), any(needs[:4])  # where gradients pass through
@@ -93,7 +93,7 @@ class _SwigluMLP(torch.autograd.Function):
         gate_MF = multiply_parts(z, w_gate, forward, dtype)
         up_MF = multiply_parts(z, w_up, forward, dtype)
         *h, h_t, h_t_scale = torch.ops.float8.swiglu_quantize(
-            gate_MF, up_MF, *_settings(forward.a), *_settings(keep_h)
+            gate_MF, up_MF, *settings(forward.a), *settings(keep_h)
         )
         y_MD = multiply_parts(tuple(h), w_down, forward, dtype)
 
@@ -138,8 +138,8 @@ class _SwigluMLP(torch.autograd.Function):
                 gh_MF,
                 gate_MF,
                 up_MF,
-                *_settings(dgrad.a if into_x else None),
-                *_settings(wgrad.a if needs[2] or needs[3] else None),
+                *settings(dgrad.a if into_x else None),
+                *settings(wgrad.a if needs[2] or needs[3] else None),
             )
             if needs[2]:
                 g_gate = multiply_parts((g_t[0], g_t_scale[0]), z_t, wgrad, dtype)
@@ -263,10 +263,7 @@ class _SiluTimes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        g, a, u = (t.to(torch.float32) for t in (grad, gate, up))
-        s = torch.sigmoid(a)  # as swiglu_backward_quantize has it
-        return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(gate.dtype)
+        return silu_times_backward(grad, *ctx.saved_tensors)
 
 
 _keep_silu_times_whole = kept_whole(_SiluTimes)
@@ -278,6 +275,14 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
         _keep_silu_times_whole()
     product: Tensor = _SiluTimes.apply(gate, up)  # type: ignore[no-untyped-call]
     return product
+
+
+def silu_times_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, given that of ``silu_times``: as swiglu_backward_quantize has them,
+    in float32, each rounded once."""
+    g, a, u = (t.to(torch.float32) for t in (grad, gate, up))
+    s = torch.sigmoid(a)
+    return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(gate.dtype)
 
 
 class SwiGLU(nn.Module):

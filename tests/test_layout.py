@@ -28,7 +28,7 @@ LAYERS = [
     ["tensor", "ops"],
     ["dispatch.*"],
     ["recipe"],
-    ["linear", "grouped", "mlp", "weight"],
+    ["linear", "grouped", "mlp", "experts", "weight"],
     ["sites"],
     ["cache", "convert", "monitor"],
     ["parallel.*"],

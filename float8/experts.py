@@ -1,0 +1,249 @@
+"""The SwiGLU experts of a mixture-of-experts layer in FP8 as one autograd function: every cast of x
+and of its gradients is made once for all products.
+
+    y[rows of e] = (silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
+
+Shape letters: T tokens, sorted by expert; E experts; D model width, F hidden width. offs holds
+where each expert's rows end; gx, gy, gh are the gradients of x, of y and of h = silu(..) * (..).
+Every GEMM follows the recipe's rule of its kind, as in ``float8.grouped_mm``.
+
+The casts of h and of the gradients of gate and up are fused with what makes them where only their
+row layout is needed. The column layout that wgrad multiplies starts every expert at a multiple of
+128 tokens, which no fused op knows, so there ``quantize_grouped`` makes both layouts in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .grouped import (
+    Columns,
+    _grouped_mm,
+    cast_groups,
+    grouped_operand,
+    grouped_plans,
+    multiply_columns,
+    multiply_rows,
+    plain,
+    stack_for_dgrad,
+    stack_layouts,
+)
+from .kernels import fused as _fused  # noqa: F401 (registers)
+from .kernels.quantize import CastPlan
+from .linear import Cached, Parts, kept_whole
+from .mlp import settings, silu_times, silu_times_backward
+from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
+from .tensor import refuse_functorch
+
+_NOTHING: tuple[None, None] = (None, None)
+
+
+class Rules(NamedTuple):
+    """How the experts run on a device."""
+
+    forward: Plan
+    dgrad: Plan
+    wgrad: Plan
+    save_weights: bool
+
+
+class _SwigluExperts(torch.autograd.Function):
+    """Saved for backward: x in FP8 in the layout that wgrad needs, gate and up as they are, their
+    product in FP8 for wgrad, and the weights as parameters. Each only if a requested gradient
+    needs it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        offs: Tensor,
+        down_EFD: Tensor,
+        rules: Rules,
+        cached: Sequence[Cached],  # FP8 copies of w_down, then of each of ``into``
+        *into: Tensor,  # gate and up [E, D, F], or both in one [E, D, 2 F]
+    ) -> Tensor:
+        dtype, (forward, dgrad, wgrad, save_weights) = x_TD.dtype, rules
+        needs_x, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
+        into_hidden = needs_x or any(needs_into)  # where gradients pass through
+        keep_x = wgrad.b if any(needs_into) else None
+        keep_h = wgrad.b if needs_down else None
+
+        x, x_t = cast_groups(x_TD, offs, forward.a, keep_x)
+        products: list[Tensor] = []
+        saved: list[Tensor | None] = []
+        for w_EDN, copies in zip(into, cached[1:], strict=True):
+            w, w_t = stack_layouts(w_EDN, forward.b, dgrad.b, save_weights and needs_x, copies)
+            products.append(multiply_rows(x, w, offs, forward, dtype))
+            saved += w_t if needs_x else _NOTHING
+        gate_TF, up_TF = halves(products)
+        h, h_t = _cast_hidden(gate_TF, up_TF, offs, forward.a, keep_h)
+        w, w_t = stack_layouts(
+            down_EFD, forward.b, dgrad.b, save_weights and into_hidden, cached[0]
+        )
+        y_TD = multiply_rows(h, w, offs, forward, dtype)
+
+        ctx.save_for_backward(
+            offs,
+            *x_t,
+            *h_t,
+            *(w_t if into_hidden else _NOTHING),
+            *saved,
+            *(products if into_hidden else ()),
+        )
+        ctx.rules, ctx.dtype = rules, dtype
+        ctx.w_dtypes = down_EFD.dtype, *(w.dtype for w in into)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, gy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "float8.swiglu_experts is differentiable once, and create_graph=True asks for a "
+                "second derivative (a gradient penalty, a Hessian); leave it out, or keep the "
+                "layers that need one in high precision"
+            )
+        offs, *saved = ctx.saved_tensors
+        dtype, (_, dgrad, wgrad, _) = ctx.dtype, ctx.rules
+        needs_x, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
+        x_t, h_t, w_down = tuple(saved[:3]), tuple(saved[3:6]), tuple(saved[6:8])
+        count = len(needs_into)
+        weights, products = saved[8 : 8 + 2 * count], saved[8 + 2 * count :]
+        into_hidden = needs_x or any(needs_into)
+        g_x = g_down = None
+        g_into: list[Tensor | None] = [None] * count
+
+        gy, gy_t = cast_groups(
+            gy_TD, offs, dgrad.a if into_hidden else None, wgrad.a if needs_down else None
+        )
+        if needs_down:
+            g_down = multiply_columns(gy_t, h_t, wgrad, dtype).to(ctx.w_dtypes[0]).mT
+        if into_hidden:
+            gh_TF = multiply_rows(gy, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
+            rows, columns = (dgrad.a if needs_x else None), (wgrad.a if any(needs_into) else None)
+            casts = _cast_gradients(gh_TF, products, offs, rows, columns)
+            for i, (g, g_t) in enumerate(casts):
+                if needs_into[i]:
+                    g_into[i] = multiply_columns(g_t, x_t, wgrad, dtype).to(ctx.w_dtypes[1 + i]).mT
+                if needs_x:
+                    w = stack_for_dgrad((weights[2 * i], weights[2 * i + 1]), dgrad)
+                    part = multiply_rows(g, w, offs, dgrad, dtype)
+                    g_x = part if g_x is None else g_x + part
+        return g_x, None, g_down, None, None, *g_into
+
+
+_keep_whole = kept_whole(_SwigluExperts)
+
+
+def halves(products: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Gate and up of their products, which may be one [T, 2 F]."""
+    gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
+    return gate, up
+
+
+def _cast_hidden(
+    gate: Tensor, up: Tensor, offs: Tensor, cast: CastPlan, cast_t: CastPlan | None
+) -> tuple[Parts, Columns]:
+    """``cast_groups`` of silu(gate) * up."""
+    if cast_t is None:
+        *h, _, _ = torch.ops.float8.swiglu_quantize(gate, up, *settings(cast), *settings(None))
+        return (h[0], h[1]), (None, None, None)
+    return cast_groups(silu_times(gate, up), offs, cast, cast_t)
+
+
+def _cast_gradients(
+    gh: Tensor,
+    products: Sequence[Tensor],
+    offs: Tensor,
+    cast: CastPlan | None,
+    cast_t: CastPlan | None,
+) -> list[tuple[Parts, Columns]]:
+    """``cast_groups`` of the gradient of each product, given that of h."""
+    gate, up = halves(products)
+    if cast_t is None and len(products) == 2:
+        data, scale, _, _ = torch.ops.float8.swiglu_backward_quantize(
+            gh, gate, up, *settings(cast), *settings(None)
+        )
+        return [((data[i], scale[i]), (None, None, None)) for i in (0, 1)]
+    gradients: Sequence[Tensor] = silu_times_backward(gh, gate, up)
+    if len(products) == 1:
+        gradients = [torch.cat([*gradients], -1)]
+    return [cast_groups(g, offs, cast, cast_t) for g in gradients]
+
+
+def swiglu_experts(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    offs: Tensor,
+    *,
+    recipe: Recipe = ROWWISE,
+) -> Tensor:
+    """``(silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]`` for the rows of each expert e, in FP8,
+    forward and backward, as ``recipe`` says; differentiable once.
+
+    Args:
+        x: [T, D] bf16, fp16 or fp32, rows sorted by expert.
+        w_gate, w_up: [E, D, F]; w_down: [E, F, D]; of x's dtype, or any under autocast, which casts
+            x; any strides: often ``weight.mT`` of parameters [E, N, K]. With ``w_up=None`` w_gate
+            is [E, D, 2 F], gate's columns before up's: one product instead of two, scaled as one.
+        offs: int32 [E] on x's device: where each expert's rows end, as ``grouped_mm`` takes it.
+
+    Returns: [T, D] of x's dtype: what ``grouped_mm`` gives for each product, with x cast and kept
+        once for both. Rows of no expert are zero, as is their gradient, whatever x and the gradient
+        hold there; the gradients of an expert without rows are exactly zero.
+
+    Raises:
+        ValueError, NotImplementedError: as ``float8.grouped_mm``.
+    """
+    check_recipe(recipe)
+    given = [w_down, w_gate] if w_up is None else [w_down, w_gate, w_up]
+    weights = [plain(w) for w in given]
+    plans = grouped_plans(recipe, x.device)
+    return _swiglu_experts(x, weights, offs, recipe, plans, [_NOTHING] * len(weights))
+
+
+def _swiglu_experts(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offs: Tensor,
+    recipe: Recipe,
+    plans: Plans,
+    cached: Sequence[Cached],
+) -> Tensor:
+    """``weights``: down, then gate and up or both in one; ``cached``: FP8 copies of each."""
+    refuse_functorch("float8.swiglu_experts", "float8.revert(model) first")
+    down, *into = weights
+    _check_shapes(x, down, into)
+    given = x
+    for w in weights:
+        x = grouped_operand(given, w)
+    forward, dgrad, wgrad = plans
+    if forward is None or dgrad is None or wgrad is None:
+        pairs = zip(into, cached[1:], strict=True)
+        gate, up = halves([_grouped_mm(x, w, offs, recipe, plans, copies) for w, copies in pairs])
+        return _grouped_mm(silu_times(gate, up), down, offs, recipe, plans, cached[0])
+    if torch.compiler.is_compiling():
+        _keep_whole()
+    rules = Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save")
+    y: Tensor = _SwigluExperts.apply(x, offs, down, rules, cached, *into)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _check_shapes(x: Tensor, down: Tensor, into: Sequence[Tensor]) -> None:
+    """Raise ValueError for what is no problem of experts. The ops check offs."""
+    came = [tuple(t.shape) for t in (x, *into, down)]
+    if x.ndim == 2 and down.ndim == 3:
+        experts, hidden, dim = down.shape
+        wide = hidden * 2 if len(into) == 1 else hidden
+        if x.shape[1] == dim and all(w.shape == (experts, dim, wide) for w in into):
+            return
+    needed = "(E, D, 2 F)" if len(into) == 1 else "(E, D, F), (E, D, F)"
+    raise ValueError(
+        f"x and weights of shapes {', '.join(map(str, came))} make no SwiGLU experts; needed "
+        f"(T, D), {needed} and (E, F, D)"
+    )
