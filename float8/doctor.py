@@ -569,9 +569,8 @@ compares the two. What was run on hardware, and what only compiled, is in the RE
 For each architecture: its two formats with their largest numbers, and which ops are native there.
 `convert` is instructions that round to FP8; `mm_*` are torch's `scaled_mm` with one scale per
 tensor, per row, per block of 128 or per MX block of 32; `grouped` is its `scaled_grouped_mm` with
-one scale per row. Where it says `triton`, this library's Triton kernel can multiply instead: by
-name (`impl="triton"`), until it has run on a GPU. The rest is emulated, in the same formats and
-blocks. The alignment, in bytes, is that of N and of the contraction in a native product; other
+one scale per row. Where it says `triton`, this library's Triton kernel multiplies instead. The
+rest is emulated, in the same formats and blocks. The alignment, in bytes, is that of N and of the contraction in a native product; other
 sizes are padded inside.
 
 `python -m float8 doctor` says the same of the devices of a machine, less what its build of torch

@@ -214,14 +214,11 @@ IMPLEMENTATIONS = {
 }
 # Where measurements say otherwise: (architecture, native mode) to the names in their order.
 RULES: dict[tuple[str, str | None], tuple[str, ...]] = {}
-# Not yet through their tests on a GPU: never chosen before torch, so that they run by name only.
-UNPROVEN = ("hopper", "triton")
 
 
 def preference(profile: DeviceProfile, a: Operand, b: Operand) -> tuple[str, ...]:
     """Names of IMPLEMENTATIONS, best first, for operands on a device."""
-    unmeasured = tuple(sorted(IMPLEMENTATIONS, key=UNPROVEN.__contains__))
-    return RULES.get((profile.arch, native_mode(a, b)), unmeasured)
+    return RULES.get((profile.arch, native_mode(a, b)), tuple(IMPLEMENTATIONS))
 
 
 def scaled_mm(
