@@ -14,7 +14,7 @@ from torch import Tensor
 import float8
 from float8.formats import Float8Format
 from float8.kernels.quantize import CastPlan
-from float8.kernels.quantize_grouped import quantize_grouped
+from float8.kernels.quantize_grouped import join, quantize_grouped
 
 from . import peers
 from .casts import SCALINGS, cast_bytes, contenders, eager_cast, random_input, transposed_bytes
@@ -33,9 +33,9 @@ def eager_grouped(x: Tensor, sizes: list[int], name: str, dual: bool, fmt: Float
     """Group by group, of sizes that the host knows."""
     block, mode, *_ = SCALINGS[name]
     parts = [eager_cast(part, block[::-1], fmt, mode) for part in x.split(sizes) if len(part)]
-    data = torch.cat([transposed_bytes(data) for data, _ in parts], 1)
+    data = join([transposed_bytes(data) for data, _ in parts], 1)
     row = eager_cast(x, block, fmt, mode) if dual else ()
-    return *row, data, torch.cat([scale for _, scale in parts])
+    return *row, data, join([scale for _, scale in parts], 0)
 
 
 def grouped_contenders(
