@@ -27,7 +27,7 @@ from .quantize_triton import amax_bits, convert, store_scale, to_magnitude, to_s
 
 _BLOCK = 256  # pairs that are ranked together: each with each, so no more of them
 _STEP = 1024  # blocks that are added up at once
-_COMPARED = tl.constexpr(64)  # of them at once, or registers would not hold it
+_COMPARED = tl.constexpr(32)  # of them at once, or registers would not hold it
 _LONGEST_PADDING = tl.constexpr(128)  # a power of two no less than any alignment
 _SCANNED = tl.constexpr(32)  # entries of source that are looked through at once
 
@@ -174,6 +174,14 @@ def zero_rows(
                 )
 
 
+@triton.jit
+def load_all(pointer, COUNT: tl.constexpr):
+    values = ()
+    for j in tl.static_range(COUNT):
+        values = values + (tl.load(pointer + j),)  # type: ignore # noqa: RUF005 (it has no star)
+    return values
+
+
 # Tokens and rows differ from step to step, and what route gives may be a part of a table: no
 # variant of a kernel is made for multiples of 16.
 @triton.jit(do_not_specialize=["position", "source", "N", "R", "scale_r", "scale_b"])
@@ -192,9 +200,7 @@ def permute_kernel(
     b = left // BLOCK + tl.arange(0, BN // BLOCK)
     for t in tl.range(p, N, programs, num_stages=STAGES):
         token = tl.cast(t, tl.int64)
-        to = ()  # known before anything is stored, which loads would wait for
-        for j in tl.static_range(K):
-            to = to + (tl.load(position + token * K + j),)  # noqa: RUF005 (Triton has no star)
+        to = load_all(position + token * K, K)  # before stores, for which loads would wait
         v = tl.load(x + token * stride_t + c, mask=inside, other=0.0)
         if T is None:
             q = v
