@@ -23,8 +23,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 
 from .devices import assumed_device
-from .grouped import grouped_mm, grouped_plans
-from .linear import _linear
+from .grouped import _grouped_mm, grouped_plans
+from .linear import Cached, _linear
 from .recipe import ROWWISE, Cast, Gemm, Plans, Recipe, check_recipe
 
 aten = torch.ops.aten
@@ -32,10 +32,15 @@ aten = torch.ops.aten
 
 @dataclass(unsafe_hash=True)
 class _Record:
-    """What a weight and its views last ran. All are equal: torch.compile guards on a tensor's
+    """What a weight and its views share. All are equal: torch.compile guards on a tensor's
     metadata, and layers that differ in nothing else are to share compiled code."""
 
     last_run: tuple[str, str, str] | None = field(default=None, compare=False)
+    # What float8.cached_weights sets; torch.compile prints records.
+    cached: Any = field(default=None, compare=False, repr=False)
+
+    def __deepcopy__(self, memo: Any) -> _Record:
+        return _Record(self.last_run)  # copies outlive the block of float8.cached_weights
 
 
 class Float8Weight(torch.Tensor):
@@ -326,16 +331,28 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         )
     assert isinstance(w, Float8Weight)
     recipe, plans, plain = w.recipe, w.recipe.plan(x.device), w.plain()
-    _note(w, plans)
+    note(w, plans)
     if w.ndim == 2:
-        return _linear(x, plain, bias, recipe, plans)
+        return _linear(x, plain, bias, recipe, plans, cached_copies(w))
     if x.shape[0] == 0:
         return torch.bmm(x, plain.mT)  # nothing to multiply
-    pairs = zip(x.unbind(), plain.unbind(), strict=True)
-    return torch.stack([_linear(x_MK, w_NK, None, recipe, plans) for x_MK, w_NK in pairs])
+    each = [(None, None)] * len(w) if w.record.cached is None else map(cached_copies, w.unbind())
+    matrices = zip(x.unbind(), plain.unbind(), each, strict=True)
+    return torch.stack([_linear(x, w, None, recipe, plans, copies) for x, w, copies in matrices])
 
 
-def _note(w: Float8Weight, plans: Plans) -> None:
+def cached_copies(w_NK: Any) -> Cached:
+    """FP8 copies for forward and dgrad, if float8.cached_weights has made some of this very view, a
+    stack or a matrix of one. A graph would hold them for good, so compiled code has none."""
+    cached = w_NK.record.cached
+    if cached is None or torch.compiler.is_compiling() or _is_traced(w_NK):
+        return None, None
+    found: Cached = cached.find(w_NK)
+    return found
+
+
+def note(w: Float8Weight, plans: Plans) -> None:
+    """Record who is going to multiply w."""
     forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
     w.record.last_run = (forward, dgrad, wgrad)
 
@@ -463,8 +480,10 @@ def _grouped(
             "each expert end; or, without offs, [E, M, K] and [E, K, N]"
         )
     else:
-        _note(mat2, grouped_plans(mat2.recipe, input.device))
-        y = grouped_mm(input, mat2.plain(), offs, recipe=mat2.recipe)
+        plans = grouped_plans(mat2.recipe, input.device)
+        note(mat2, plans)
+        copies = cached_copies(mat2.mT)
+        y = _grouped_mm(input, mat2.plain(), offs, mat2.recipe, plans, copies)
     if out_dtype not in (None, y.dtype):
         raise NotImplementedError(
             f"grouped_mm with a Float8Weight makes {y.dtype} here, and out_dtype={out_dtype} is "

@@ -1152,7 +1152,7 @@ def test_what_cached_weights_refuses() -> None:
     assert_expected_inline(
         "\n".join(messages),
         """\
-this model has no Float8Linear; float8.convert(model) first
+this model has no Float8Linear and no Float8Weight; float8.convert(model) first
 The model has a cached weight; cached_weights does not nest, so leave the outer block first
 the weight (shape (16, 16)) or the recipe of a layer changed inside float8.cached_weights, whose FP8 copies are of the old one; leave the block before the optimiser's step, loading, .to() or a new recipe""",  # noqa: E501
     )
@@ -1500,14 +1500,25 @@ def test_a_mixed_model_on_the_meta_device() -> None:
     assert summary(model).fp8 == 4
 
 
-def test_cached_weights_leave_float8_weights_as_they_are() -> None:
+def test_cached_weights_of_float8_weights() -> None:
+    """How they serve experts is in test_experts.py."""
     model, x = mixed(), torch.randn(16, 32)
     convert(model)
     y = model(x)
-    with cached_weights(model):
-        assert_same_bytes(model(x), y)
-    revert(model[0])
-    assert "no Float8Linear" in raised(lambda: cached_weights(model).__enter__())
+    with Casts() as casts, cached_weights(model):
+        weights = [(32, 32)] * 4 + [(4, 32, 64), (4, 64, 32)] * 2
+        assert sorted(casts.shapes) == sorted(weights)
+        for _ in range(2):
+            assert_same_bytes(model(x), y)
+        model(x).sum().backward()
+        casts_of_weights = [shape for shape in casts.shapes if shape in weights]
+        assert len(casts_of_weights) == len(weights)
+        twin = copy.deepcopy(model)
+        with cached_weights(twin):
+            assert_same_bytes(twin(x), y)
+    for layer in (model[0], model[1], model[2]):
+        revert(layer)
+    assert "no Float8Weight" in raised(lambda: cached_weights(model).__enter__())
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")

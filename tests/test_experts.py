@@ -478,6 +478,111 @@ def test_on_the_meta_device() -> None:
     assert [t.grad is not None and t.grad.shape == t.shape for t in copies] == [True] * 4
 
 
+# ---- cached weights ------------------------------------------------------------------------------
+
+
+class Stacks(nn.Module):
+    """Experts as modules multiply them: names say how the parameter lies and what multiplies it."""
+
+    def __init__(self, way: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.way = way
+        shape = (4, 48, 64) if "mT" in way else (4, 64, 48)
+        self.w = nn.Parameter(torch.randn(shape, dtype=dtype) / 8)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        w = self.w.mT if "mT" in self.way else self.w  # [E, K, N]
+        if "grouped" in self.way:
+            return F.grouped_mm(x, w, offs=offs)
+        if "bmm" in self.way:
+            return torch.bmm(x.reshape(4, -1, x.shape[1]), w).flatten(0, 1)
+        if "chunk" in self.way:
+            w = torch.cat(w.chunk(2, -1)[::-1], -1)
+        spans = pairwise([0, *offs.tolist()])
+        if "linear" in self.way:
+            return torch.cat([F.linear(x[s:t], w[e].t()) for e, (s, t) in enumerate(spans)])
+        return torch.cat([x[s:t] @ w[e] for e, (s, t) in enumerate(spans)])
+
+
+WAYS = ("grouped", "grouped mT", "bmm", "bmm mT", "matmul", "matmul mT", "linear", "linear mT")
+
+
+class WeightCasts(TorchDispatchMode):
+    """Counts layouts that casts of matrices of 64 x 48 make."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if "quantize" in op.name() and op.namespace == "float8":
+            shapes = [tuple(t.shape)[-2:] for t in out[::2]]
+            self.count += sum(shape in ((64, 48), (48, 64)) for shape in shapes)
+        return out
+
+
+@pytest.mark.parametrize("way", [*WAYS, "matmul chunk"])
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), SAVE, MIXED], ids=lambda r: r.name)
+def test_cached_weights_of_stacks(recipe: Recipe, way: str) -> None:
+    model = Stacks(way)
+    float8.convert(model, recipe)
+    x, offs = torch.randn(72, 64, dtype=torch.bfloat16), ends([16, 0, 31, 25])
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = model(leaf, offs)
+        y.square().sum().backward()
+        return [y.detach(), leaf.grad, model.w.grad.clone()]  # type: ignore[list-item, union-attr]
+
+    expected = step()
+    with WeightCasts() as casts, float8.cached_weights(model):
+        layouts = 4 if recipe is MIXED else 2
+        assert casts.count == layouts
+        for _ in range(2):
+            assert_all_same(step(), expected)
+        assert (casts.count == layouts) == ("chunk" not in way)  # which no copy serves
+    assert model.w.record.cached is None  # type: ignore[union-attr]
+    assert_all_same(step(), expected)
+
+
+def test_cached_weights_that_changed_are_seen() -> None:
+    x, offs = torch.randn(72, 64, dtype=torch.bfloat16), ends([16, 0, 31, 25])
+    changes: list[Callable[[nn.Parameter], object]] = [
+        lambda w: w.mul_(2),
+        lambda w: w[1].zero_(),
+        lambda w: w.mT.copy_(w.mT * 2),
+        lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: torch.optim.SGD([w], lr=0.1).step(),
+    ]
+    for way in ("grouped mT", "linear"):
+        for change in changes:
+            model = Stacks(way)
+            float8.convert(model)
+            with float8.cached_weights(model):
+                model(x, offs).sum().backward()
+                with torch.no_grad():
+                    change(model.w)
+                with pytest.raises(RuntimeError, match=r"changed inside float8\.cached_weights"):
+                    model(x, offs)
+    with float8.cached_weights(model):  # what .data is given is another tensor, and is cast at use
+        before = model(x, offs)
+        model.w.data = model.w.data * 2
+        assert_same_bytes(model(x, offs), before * 2)
+
+
+def test_compiled_code_keeps_no_copies() -> None:
+    model = Stacks("grouped mT")
+    float8.convert(model)
+    x, offs = torch.randn(72, 64, dtype=torch.bfloat16), ends([16, 0, 31, 25])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with float8.cached_weights(model):
+            assert_same_bytes(compiled(x, offs), model(x, offs))
+        with torch.no_grad():
+            model.w.mul_(2)
+    assert_same_bytes(compiled(x, offs), model(x, offs))
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
