@@ -26,6 +26,10 @@ from .linear import Float8Linear as Float8Linear
 from .linear import linear as linear
 from .mlp import SwiGLU as SwiGLU
 from .mlp import swiglu_mlp as swiglu_mlp
+from .permute import Routing as Routing
+from .permute import permute as permute
+from .permute import route as route
+from .permute import unpermute as unpermute
 from .recipe import BLOCKWISE as BLOCKWISE
 from .recipe import MXFP8 as MXFP8
 from .recipe import RECIPES as RECIPES

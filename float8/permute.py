@@ -54,7 +54,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_rows: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("float8.permute.permute")
+        _refuse_second_derivative("float8.permute")
         (position,) = ctx.saved_tensors
         return torch.ops.float8.unpermute(g_rows, position), None, None
 
@@ -74,7 +74,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("float8.permute.unpermute")
+        _refuse_second_derivative("float8.unpermute")
         position, source, weights, y = ctx.saved_tensors
         if weights is None:
             return torch.ops.float8.permute(g, position, source), None, None, None
@@ -109,7 +109,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
         ValueError: x or routing does not fit.
         NotImplementedError: as ``float8.linear``.
     """
-    refuse_functorch("float8.permute.permute")
+    refuse_functorch("float8.permute")
     if torch.compiler.is_compiling():
         _keep_permute_whole()
     rows: Tensor = _Permute.apply(x, routing.position, routing.source)  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ def unpermute(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Ten
         ValueError: y, routing or weights do not fit.
         NotImplementedError: as ``float8.linear``.
     """
-    refuse_functorch("float8.permute.unpermute")
+    refuse_functorch("float8.unpermute")
     if torch.compiler.is_compiling():
         _keep_unpermute_whole()
     out: Tensor = _Unpermute.apply(y, routing.position, routing.source, weights)  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import float8
-from float8 import permute as moe
 from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ
 from float8.kernels import permute as reference
 from float8.kernels.quantize import HIGH_PRECISION, CastPlan
@@ -252,14 +251,14 @@ def test_strides_do_not_change_a_bit(dtype: torch.dtype) -> None:
 
 def layer(x: Tensor, w: Tensor, weights: Tensor, indices: Tensor, align: int) -> Tensor:
     """A layer of experts that are matrices, by products of their rows."""
-    routing = moe.route(indices, len(w), align=align)
-    rows = moe.permute(x, routing)
+    routing = float8.route(indices, len(w), align=align)
+    rows = float8.permute(x, routing)
     parts, start = [], 0
     for e, end in enumerate(routing.offs.tolist()):
         parts.append(rows[start:end] @ w[e])
         start = end
     parts.append(rows[start:] * math.nan)  # of no expert
-    return moe.unpermute(torch.cat(parts), routing, weights)
+    return float8.unpermute(torch.cat(parts), routing, weights)
 
 
 def loop(x: Tensor, w: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
@@ -299,22 +298,22 @@ def test_gradients_of_a_layer_of_experts(name: str, dtype: torch.dtype, align: i
 def test_gradient_of_a_token_is_rounded_once() -> None:
     """Eight rows' gradients of which bfloat16 would lose all but the first."""
     indices, experts = torch.arange(8)[None], 8
-    routing = moe.route(indices, experts)
+    routing = float8.route(indices, experts)
     x = torch.ones(1, 4, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.full((8, 4), 2.0**-9, dtype=torch.bfloat16)
     grad[0] = 1
-    moe.permute(x, routing).backward(grad)
+    float8.permute(x, routing).backward(grad)
     assert x.grad is not None
     assert x.grad.tolist() == torch.full((1, 4), 1 + 7 * 2.0**-9).bfloat16().tolist()
 
 
 def test_only_what_a_requested_gradient_needs_is_kept() -> None:
     indices, experts = ROUTINGS["eight of nine"]
-    routing = moe.route(indices, experts)
+    routing = float8.route(indices, experts)
     y, weights = torch.randn(len(routing.source), 64), torch.rand(7, 8)
     indexing = routing.position.nbytes + routing.source.nbytes
     with saved_bytes() as total:
-        moe.permute(torch.randn(7, 64, requires_grad=True), routing)
+        float8.permute(torch.randn(7, 64, requires_grad=True), routing)
         assert total() == routing.position.nbytes
     for needs_y, needs_weights, kept in [
         (True, False, indexing + weights.nbytes),
@@ -322,7 +321,7 @@ def test_only_what_a_requested_gradient_needs_is_kept() -> None:
     ]:
         a, b = y.clone().requires_grad_(needs_y), weights.clone().requires_grad_(needs_weights)
         with saved_bytes() as total:
-            out = moe.unpermute(a, routing, b)
+            out = float8.unpermute(a, routing, b)
             assert total() == kept
         out.sum().backward()
         assert (a.grad is not None, b.grad is not None) == (needs_y, needs_weights)
@@ -331,9 +330,9 @@ def test_only_what_a_requested_gradient_needs_is_kept() -> None:
 def test_the_gradient_of_a_sum_is_moved() -> None:
     """An expanded gradient, and no weights."""
     indices, experts = ROUTINGS["dropped"]
-    routing = moe.route(indices, experts, align=16)
+    routing = float8.route(indices, experts, align=16)
     y = torch.randn(len(routing.source), 6, requires_grad=True)
-    moe.unpermute(y, routing).sum().backward()
+    float8.unpermute(y, routing).sum().backward()
     assert y.grad is not None
     assert_same_bytes(y.grad, (routing.source >= 0).float()[:, None].expand(-1, 6).contiguous())
 
@@ -344,9 +343,9 @@ def test_experts_of_grouped_products() -> None:
     indices, experts = choose(40, 2, 4, dropped=0.2), 4
     x, w = torch.randn(40, 64), torch.randn(experts, 64, 48)
     for align in (1, 32):
-        routing = moe.route(indices, experts, align=align)
-        y = float8.grouped_mm(moe.permute(x, routing), w, routing.offs)
-        out = moe.unpermute(y, routing)
+        routing = float8.route(indices, experts, align=align)
+        y = float8.grouped_mm(float8.permute(x, routing), w, routing.offs)
+        out = float8.unpermute(y, routing)
         expected = torch.zeros(40, 48)
         for j in range(2):
             for t in range(40):
@@ -358,9 +357,9 @@ def test_experts_of_grouped_products() -> None:
 def test_autocast_leaves_the_dtype() -> None:
     indices, experts = ROUTINGS["dropped"]
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        routing = moe.route(indices.to(DEVICE), experts)
-        rows = moe.permute(torch.randn(5, 6, device=DEVICE), routing)
-        out = moe.unpermute(rows, routing, torch.rand(5, 2, device=DEVICE))
+        routing = float8.route(indices.to(DEVICE), experts)
+        rows = float8.permute(torch.randn(5, 6, device=DEVICE), routing)
+        out = float8.unpermute(rows, routing, torch.rand(5, 2, device=DEVICE))
     assert rows.dtype == out.dtype == torch.float32
 
 
@@ -689,8 +688,8 @@ def test_other_routings_and_tokens_compile_nothing() -> None:
     def run(tokens: int) -> None:
         x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weights = torch.rand(tokens, 2, device="cuda", requires_grad=True)
-        routing = moe.route(choose(tokens, 2, 8).cuda(), 8, align=16)
-        moe.unpermute(moe.permute(x, routing), routing, weights).sum().backward()
+        routing = float8.route(choose(tokens, 2, 8).cuda(), 8, align=16)
+        float8.unpermute(float8.permute(x, routing), routing, weights).sum().backward()
         for block in BLOCKS:
             cast = (block, E4M3FN.dtype, "fp32")
             ops.permute_quantize(x.detach(), routing.position, routing.source, *cast)
@@ -757,8 +756,8 @@ def test_equal_runs_give_equal_bits() -> None:
     runs = []
     for _ in range(3):
         a, w = leaves(x, weights)
-        routing = moe.route(indices, 64, align=16)
-        out = moe.unpermute(moe.permute(a, routing) * 1.5, routing, w)
+        routing = float8.route(indices, 64, align=16)
+        out = float8.unpermute(float8.permute(a, routing) * 1.5, routing, w)
         out.square().sum().backward()
         runs.append((*routing, out.detach(), a.grad, w.grad))
     for other in runs[1:]:
@@ -817,11 +816,11 @@ def test_one_graph_for_twenty_routings(backend: str) -> None:
     counts = CompileCounterWithBackend(backend)
 
     def step(x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        routing = moe.route(indices, 4, align=16)
+        routing = float8.route(indices, 4, align=16)
         cast = ((1, FULL), E4M3FN.dtype, "fp32")
         data, scale = ops.permute_quantize(x.detach(), routing.position, routing.source, *cast)
-        rows = moe.permute(x, routing) + 0 * data.float() * scale
-        return moe.unpermute(rows * 2, routing, weights)
+        rows = float8.permute(x, routing) + 0 * data.float() * scale
+        return float8.unpermute(rows * 2, routing, weights)
 
     compiled = torch.compile(step, backend=counts, fullgraph=True)
     for i in range(20):
@@ -845,8 +844,8 @@ def test_two_graphs_for_all_numbers_of_tokens() -> None:
     counts = CompileCounter()
 
     def move(x: Tensor, indices: Tensor) -> Tensor:
-        routing = moe.route(indices, 4, align=16)
-        return moe.unpermute(moe.permute(x, routing), routing)
+        routing = float8.route(indices, 4, align=16)
+        return float8.unpermute(float8.permute(x, routing), routing)
 
     compiled = torch.compile(move, backend=counts, fullgraph=True)
     for tokens, graphs in [(30, 1), (50, 2), (7, 2), (300, 2)]:
@@ -857,8 +856,8 @@ def test_two_graphs_for_all_numbers_of_tokens() -> None:
 
 def test_inductor_gives_eager_bits() -> None:
     def move(x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        routing = moe.route(indices, 4, align=16)
-        return moe.unpermute(moe.permute(x, routing), routing, weights)
+        routing = float8.route(indices, 4, align=16)
+        return float8.unpermute(float8.permute(x, routing), routing, weights)
 
     x, weights = torch.randn(20, 8, device=DEVICE), torch.rand(20, 2, device=DEVICE)
     indices = choose(20, 2, 4).to(DEVICE)
