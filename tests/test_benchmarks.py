@@ -253,7 +253,7 @@ def test_a_step_converts_what_a_peer_does_and_compiles_once(
 
     for convert in (
         partial(step.convert_to, "rowwise", False),
-        partial(step.convert_peer, "rowwise"),
+        partial(step.convert_peer, "tensorwise"),
     ):
         call = step.make_step(base, tokens, targets, partial(noted, convert))
         counter.frame_count = 0
