@@ -344,7 +344,7 @@ def test_machine_code(target: str) -> None:
     for kernel in found:
         assert kernel["scratch"] == 0, kernel
         # As of plain casts, three programs a multiprocessor are worth a few values put aside.
-        allowed = 16 if (kernel["of"], kernel["layouts"]) == ("swiglu", "dual") else 0
+        allowed = 0 if kernel["of"] == "swiglu_backward" else 16
         assert kernel["spills"] <= allowed, kernel
         assert kernel["stack_pointer_reads"] == 0, kernel
         assert kernel["fences"] == 0, kernel
