@@ -26,25 +26,37 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from float8.formats import E4M3FN, E5M2
+from float8.kernels.grouped_hopper import grouped_mm_hopper, grouped_wgrad_hopper
 from float8.kernels.matmul_hopper import BLOCKS, scaled_mm_hopper
-from float8.scaling import scale_layout, scale_shape
+from float8.scaling import FULL, scale_layout, scale_shape
 
 TARGET = GPUTarget("cuda", 90, 32)
 BACKEND = make_backend(TARGET)
 FLOAT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8 = {"e4m3": E4M3FN.dtype, "e5m2": E5M2.dtype}
-# mode, fast, formats, output, bias, accumulate, columns
+# groups, mode, fast, formats, output, bias, accumulate, columns
 USUAL = [
-    ("tensorwise", True, "e4m3 e4m3", "bf16", "bf16", False, 512),
-    ("rowwise", False, "e5m2 e4m3", "bf16", None, False, 512),
-    ("rowwise", False, "e4m3 e4m3", "fp32", None, True, 512),
-    ("block", False, "e4m3 e4m3", "bf16", None, False, 512),
-    ("block_t", False, "e4m3 e5m2", "fp16", None, False, 512),
-    ("block2", False, "e4m3 e4m3", "fp32", None, True, 512),
-    ("block2", False, "e5m2 e5m2", "bf16", None, False, 510),
+    ("none", "tensorwise", True, "e4m3 e4m3", "bf16", "bf16", False, 512),
+    ("none", "rowwise", False, "e5m2 e4m3", "bf16", None, False, 512),
+    ("none", "rowwise", False, "e4m3 e4m3", "fp32", None, True, 512),
+    ("none", "block", False, "e4m3 e4m3", "bf16", None, False, 512),
+    ("none", "block_t", False, "e4m3 e5m2", "fp16", None, False, 512),
+    ("none", "block2", False, "e4m3 e4m3", "fp32", None, True, 512),
+    ("none", "block2", False, "e5m2 e5m2", "bf16", None, False, 510),
+    ("rows", "rowwise", True, "e4m3 e4m3", "bf16", None, False, 512),
+    ("rows", "rowwise", False, "e4m3 e4m3", "bf16", None, False, 512),
+    ("rows", "rowwise", False, "e5m2 e4m3", "fp32", None, False, 512),
+    ("rows", "rowwise", False, "e4m3 e4m3", "bf16", None, False, 510),
+    ("rows", "block", False, "e4m3 e4m3", "bf16", None, False, 512),
+    ("columns", "rowwise", True, "e4m3 e4m3", "bf16", None, False, 512),
+    ("columns", "rowwise", False, "e4m3 e4m3", "bf16", None, False, 512),
+    ("columns", "rowwise", False, "e4m3 e5m2", "fp32", None, True, 512),
+    ("columns", "block2", False, "e4m3 e4m3", "bf16", None, False, 512),
+    ("columns", "block2", False, "e4m3 e4m3", "fp32", None, True, 512),
 ]
 ALL = [
-    (mode, fast, formats, output, bias, accumulate, columns)
+    (groups, mode, fast, formats, output, bias, accumulate, columns)
+    for groups in ("none", "rows", "columns")
     for mode, fast in [("tensorwise", True), *((mode, False) for mode in BLOCKS)]
     for formats, output, bias, accumulate, columns in itertools.chain(
         itertools.product(["e4m3 e4m3"], FLOAT, [None, "bf16"], [False, True], [512, 510]),
@@ -52,6 +64,8 @@ ALL = [
             ["e5m2 e4m3", "e4m3 e5m2", "e5m2 e5m2"], ["bf16"], [None], [False], [512]
         ),
     )
+    if groups == "none" or bias is None
+    if groups != "rows" or not (accumulate or mode == "block_t")
 ]
 
 
@@ -103,27 +117,36 @@ def main(cases: list[tuple[Any, ...]]) -> None:
         launches.append((self, args, kwargs))
 
     JITFunction.run = record
-    for mode, fast, formats, output, bias, accumulate, n in cases:
-        m, k = 512, 1024
+    for groups, mode, fast, formats, output, bias, accumulate, n in cases:
+        m, k, count = 512, 1024, 4
         new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
-        a, b = (
-            new(rows, k, dtype=FP8[kind])
-            for rows, kind in zip((m, n), formats.split(), strict=True)
-        )
-        scales = (
-            scale_layout(new(*scale_shape(x.shape, block), dtype=torch.float32), block)
-            for x, block in zip((a, b), BLOCKS[mode], strict=True)
-        )
-        out_dtype = FLOAT[output]
+        dtypes, block = [FP8[kind] for kind in formats.split()], BLOCKS[mode]
+        shapes = [(m, k), (count, n, k) if groups == "rows" else (n, k)]
+        blocks = [block[0], (1, *block[1]) if groups == "rows" else block[1]]
+        scales = [
+            scale_layout(new(*scale_shape(shape, block), dtype=torch.float32), block)
+            for shape, block in zip(shapes, blocks, strict=True)
+        ]
+        if groups == "columns" and block[0][1] == FULL:
+            scales = [scale.t().expand(count, -1) for scale in scales]
+        a, b = (new(*shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        offs, out_dtype = new(count, dtype=torch.int32), FLOAT[output]
         launches.clear()
-        scaled_mm_hopper(
-            a, b, *scales, mode, out_dtype, fast,
-            bias=bias and new(n, dtype=FLOAT[bias]),
-            out=new(m, n, dtype=out_dtype) if accumulate else None,
-        )  # fmt: skip
+        if groups == "rows":
+            grouped_mm_hopper(a, b, *scales, offs, *blocks, out_dtype, fast)
+        elif groups == "columns":
+            out = new(count, m, n, dtype=out_dtype) if accumulate else None
+            grouped_wgrad_hopper(a, b, *scales, offs, *blocks, out_dtype, fast, out)
+        else:
+            scaled_mm_hopper(
+                a, b, *scales, mode, out_dtype, fast,
+                bias=bias and new(n, dtype=FLOAT[bias]),
+                out=new(m, n, dtype=out_dtype) if accumulate else None,
+            )  # fmt: skip
         shown = facts(compiled(launches[-1]))
-        case = {"mode": mode, "fast": fast, "formats": formats, "output": output, "bias": bias}
-        print(json.dumps({**case, "accumulate": accumulate, "n": n, **shown}), flush=True)
+        case = {"groups": groups, "mode": mode, "fast": fast, "formats": formats, "output": output}
+        case |= {"bias": bias, "accumulate": accumulate, "n": n}
+        print(json.dumps(case | shown), flush=True)
 
 
 if __name__ == "__main__":

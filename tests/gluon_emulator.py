@@ -206,6 +206,8 @@ class Window:
         return block.view(self.dtype)
 
     def write(self, corner: list[int], block: Tensor) -> None:
+        # TMA writes whole 16 bytes, also where less of a row is left.
+        assert self.data.shape[-1] * self.dtype.itemsize % 16 == 0, self.data.shape
         there, here = self.inside(corner)
         self.data[there] = block[here]
 
@@ -227,14 +229,15 @@ class Pointer:
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         at = torch.as_tensor(self.at)
-        mask = torch.ones_like(at, dtype=torch.bool) if mask is None else mask
+        mask = torch.as_tensor(True if mask is None else mask)
         at, mask = torch.broadcast_tensors(at, mask)
         assert ((at[mask] >= 0) & (at[mask] < self.data.shape[0])).all(), "outside of the tensor"
         return at, mask
 
-    def load(self, mask: Any = None, other: float = 0.0) -> Tensor:
+    def load(self, mask: Any = None, other: float = 0.0) -> Any:
         at, mask = self.places(mask)
-        return torch.where(mask, self.data[at.where(mask, 0)], other)
+        loaded = torch.where(mask, self.data[at.where(mask, 0)], other).to(self.data.dtype)
+        return loaded if loaded.ndim or loaded.is_floating_point() else int(loaded)
 
     def store(self, value: Tensor, mask: Any) -> None:
         at, mask = self.places(mask)
@@ -256,6 +259,8 @@ class Gluon:
             num_programs=lambda axis: self.programs,
             cdiv=lambda a, b: -(-a // b),
             minimum=min,
+            maximum=max,
+            multiple_of=lambda x, n: x,
             where=lambda condition, a, b: a if condition else b,
             to_tensor=lambda x: x,
             static_range=range,
@@ -292,6 +297,8 @@ class Gluon:
             "warpgroup_mma": self.begin,
             "warpgroup_mma_wait": self.wait,
             "_sums": lambda columns: None,
+            "_lines": lambda columns, element: None,
+            "_vector": lambda element: 16 // element.itemsize,
         }
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:

@@ -13,9 +13,10 @@ Shape letters: T tokens, sorted by group; G groups; K and N features; P columns 
 
     a and b times their scales, accumulated in float32 and rounded once to out_dtype
 
-Implementations: ``torch`` multiplies the dequantised operands group by group in float32 and is the
-    reference; for the sizes of groups it waits for the device. ``torch_grouped`` is torch's own
-    kernel, on request only.
+Implementations: ``hopper`` and ``triton`` are the kernels of ``scaled_mm`` that have these names,
+    walking groups whose ends they read on the device. ``torch`` multiplies the dequantised operands
+    group by group in float32 and is the reference; for the sizes of groups it waits for the device.
+    ``torch_grouped`` is torch's own kernel, on request only.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from torch import Tensor
 from ..devices import DeviceProfile, device_profile
 from ..formats import format_of
 from ..scaling import FULL, Block, block_name, num_blocks
+from . import matmul
 from .matmul import Operand, native_mode
-from .quantize import HIGH_PRECISION, check_devices, dequantize, names
+from .quantize import HIGH_PRECISION, check_devices, check_scale, dequantize, names
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define(
@@ -48,6 +50,21 @@ Refusal = Callable[[DeviceProfile, Operand, Operand], str | None]
 
 def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     return None
+
+
+def _hopper_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+    return _rows_refusal("hopper", profile, a, b)
+
+
+def _rows_refusal(kernel: str, profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+    """That of the kernel for one matrix, if no scale but one for all is for several groups."""
+    if a.block[0] not in (1, FULL) or b.block[0] != 1:
+        return (
+            "rows of several groups, or several matrices, share scales in blocks "
+            f"{block_name(a.block)} and {block_name(b.block)}; the kernels take (1 or FULL, …) and "
+            "(1, …)"
+        )
+    return matmul.IMPLEMENTATIONS[kernel](profile, a, b._replace(block=b.block[1:]))
 
 
 def _torch_grouped_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
@@ -73,10 +90,15 @@ def _torch_grouped_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> st
 # by its source no rows of whole 16 bytes do, and it is not chosen before that has been run. It
 # takes K and N that are multiples of 16, a row-major, b column-major, and writes bf16.
 IMPLEMENTATIONS: dict[str, Refusal] = {
+    "hopper": _hopper_refusal,
     "torch": _never_refuses,
     "torch_grouped": _torch_grouped_refusal,
 }
-WGRAD_IMPLEMENTATIONS: dict[str, Refusal] = {"torch": _never_refuses}
+# Columns of a group are multiplied as matrices are, blocks of whole groups as FULL.
+WGRAD_IMPLEMENTATIONS: dict[str, Refusal] = {
+    "hopper": matmul.IMPLEMENTATIONS["hopper"],
+    "torch": _never_refuses,
+}
 
 
 def select(
@@ -141,17 +163,33 @@ def grouped_mm(
 
     Raises:
         ValueError: an argument is none of these, or the implementation does not take these
-            operands. Only the reference looks into offs.
+            operands. Only the reference looks into offs; if these fall, or pass T, what the kernels
+            write is undefined, and they write nowhere else.
     """
     _check_groups(a, b, offs)
     check_devices(a, b, scale_a, scale_b, offs)
     _check_out(out_dtype, impl, IMPLEMENTATIONS)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
-    if impl == "torch_grouped":
-        return _grouped_mm_torch_kernel(
-            a, b, scale_a, scale_b, offs, block_a, block_b, out_dtype, fast_accum
-        )
+    run = {
+        "hopper": _grouped_mm_hopper,
+        "torch": _grouped_mm_reference,
+        "torch_grouped": _grouped_mm_torch_kernel,
+    }[impl]
+    return run(a, b, scale_a, scale_b, offs, tuple(block_a), tuple(block_b), out_dtype, fast_accum)
+
+
+def _grouped_mm_reference(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
     out_TN = a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
     a_TK = dequantize(a, scale_a, block_a, torch.float32)
     # Autocast would round the operands to its dtype first.
@@ -160,6 +198,42 @@ def grouped_mm(
             b_KN = dequantize(b[g], scale_b[g], block_b[1:], torch.float32)
             out_TN[start:end] = torch.mm(a_TK[start:end], b_KN).to(out_dtype)
     return out_TN
+
+
+def _grouped_mm_hopper(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    _check_takes("hopper", IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
+    check_scale(scale_a, a, block_a)
+    check_scale(scale_b, b, block_b)
+    from .grouped_hopper import grouped_mm_hopper
+
+    lead, inner, columns = block_b
+    blocks = block_a, (lead, columns, inner)
+    return grouped_mm_hopper(a, b.mT, scale_a, scale_b.mT, offs, *blocks, out_dtype, fast_accum)
+
+
+def _check_takes(
+    impl: str,
+    table: dict[str, Refusal],
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: Block,
+    block_b: Block,
+) -> None:
+    """Raise ValueError unless the implementation takes such operands on their device."""
+    left, right = Operand(a.dtype, block_a, scale_a.dtype), Operand(b.dtype, block_b, scale_b.dtype)
+    select(a.device, left, right, impl, table)
 
 
 def _grouped_mm_torch_kernel(
@@ -173,9 +247,7 @@ def _grouped_mm_torch_kernel(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
-    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
-    select(a.device, left, right, "torch_grouped")
+    _check_takes("torch_grouped", IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
     per_row, per_column = scale_a.reshape(-1), scale_b.reshape(b.shape[0], -1)
     out = torch._scaled_grouped_mm(
         a, b, per_row, per_column, offs, out_dtype=out_dtype, use_fast_accum=fast_accum
@@ -265,7 +337,7 @@ def grouped_wgrad(
         a, b: FP8 [N, P] and [K, P], the data_t of ``quantize_grouped``.
         scale_a, scale_b: their scale_t: for blocks of whole groups [G, ceil(N / rows)], else
             [ceil(N / rows), P / columns of a block].
-        offs_t: int32 [G], where each group's columns end.
+        offs_t: int32 [G], where each group's columns end: multiples of GROUP_ALIGN.
         block_a, block_b: (rows, tokens), the block_t of their casts.
         out_dtype: bf16, fp16 or fp32.
         fast_accum: as of ``scaled_mm``.
@@ -273,15 +345,53 @@ def grouped_wgrad(
     Returns: [G, N, K] ``out_dtype``, contiguous.
 
     Raises:
-        ValueError: an argument is none of these. Only the reference looks into offs_t.
+        ValueError: an argument is none of these, or the implementation does not take these
+            operands. Only the reference looks into offs_t; for the kernels it is as with
+            ``grouped_mm``.
     """
     _check_columns(a, b, scale_a, scale_b, offs_t)
     _check_out(out_dtype, impl, WGRAD_IMPLEMENTATIONS)
     for x, scale, block in ((a, scale_a, block_a), (b, scale_b, block_b)):
         _check_columns_scale(x, scale, offs_t.shape[0], tuple(block))
-    out_GNK = a.new_zeros((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
     if 0 in (*a.shape, *b.shape):
-        return out_GNK
+        return a.new_zeros((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
+    run = {"hopper": _grouped_wgrad_hopper, "torch": _grouped_wgrad_reference}[impl]
+    blocks = tuple(block_a), tuple(block_b)
+    return run(a, b, scale_a, scale_b, offs_t, *blocks, out_dtype, fast_accum)
+
+
+def _grouped_wgrad_hopper(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs_t: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    of_b = block_b[::-1]
+    _check_takes("hopper", WGRAD_IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, of_b)
+    from .grouped_hopper import grouped_wgrad_hopper
+
+    return grouped_wgrad_hopper(
+        a, b, scale_a, scale_b, offs_t, block_a, block_b, out_dtype, fast_accum
+    )
+
+
+def _grouped_wgrad_reference(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs_t: Tensor,
+    block_a: Block,
+    block_b: Block,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    out_GNK = a.new_zeros((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
     with torch.autocast(a.device.type, enabled=False):
         for g, span in enumerate(_spans(offs_t, a.shape[1])):
             if span[0] < span[1]:

@@ -15,7 +15,7 @@ The reference is ``scaled_mm_torch`` of ``float8.kernels.matmul``. Hopper's tens
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ BLOCKS: dict[Mode, tuple[Block, Block]] = {
     "block_t": ((128, 128), (1, 128)),
     "block2": ((1, 128), (1, 128)),
 }
-_KINDS = {FULL: "outer", 1: "vector", 128: "square"}
+# How scales lie (``Config``) in blocks of so many rows and 128 of K.
+KINDS = {1: "vector", 128: "square"}
 _GLUON = ("NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "warp_specialize")
 _LARGEST = 2**30  # coordinates are 32-bit, and tiles reach beyond the last row
 
@@ -111,14 +112,18 @@ def scaled_mm_hopper(
     assert out.shape == (m, n) and out.dtype == out_dtype, (out.shape, out.dtype)
     assert n == 1 or out.stride(1) == 1, out.stride()
 
+    inner = block_a[1] == FULL
+    kinds = ("outer", "outer") if inner else (KINDS[block_a[0]], KINDS[block_b[0]])
+    run(a_MK, b_NK, scale_a, scale_b, kinds, fast_accum and inner, bias, out, accumulate)
+    return out
+
+
+def run(a: Tensor, *args: Any) -> None:
+    """``matmul_hopper_triton.multiply`` on the device of a."""
     from .matmul_hopper_triton import multiply
 
-    inner = block_a[1] == FULL
-    kinds = ("outer", "outer") if inner else (_KINDS[block_a[0]], _KINDS[block_b[0]])
-    args = (scale_a, scale_b, kinds, fast_accum and inner, bias, out, accumulate)
-    if not a_MK.is_cuda or a_MK.device.index == torch.cuda.current_device():
-        multiply(a_MK, b_NK, *args)
+    if not a.is_cuda or a.device.index == torch.cuda.current_device():
+        multiply(a, *args)
     else:
-        with torch.cuda.device(a_MK.device):  # Triton launches on the current device
-            multiply(a_MK, b_NK, *args)
-    return out
+        with torch.cuda.device(a.device):  # Triton launches on the current device
+            multiply(a, *args)

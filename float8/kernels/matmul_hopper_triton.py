@@ -1,14 +1,16 @@
-"""Device code of ``float8.kernels.matmul_hopper`` in Gluon, Triton's language in which layouts,
-barriers and the roles of warps are written out, and its launch.
+"""Device code of ``float8.kernels.matmul_hopper`` and ``grouped_hopper`` in Gluon, Triton's
+language in which layouts, barriers and the roles of warps are written out, and its launch.
 
-Shape letters: M rows of a, N rows of b, K the contraction.
+Shape letters: M rows of a, N rows of b (of each group's, where groups are of rows of a), K the
+contraction, G groups.
 
 A program computes tiles of 128 x BN outputs, one after the other. Three groups of warps run at
 once: one producer warp, which moves operands and their scales into a ring of STAGES buffers by TMA,
 and two warpgroups, each of which multiplies 64 rows of the tile by all its columns. Of each buffer,
 the barrier ``full`` completes when all its bytes have arrived, and ``empty`` when both warpgroups
 have read it. All three walk the same tiles in the same order and count the same buffers; nothing
-else passes between them.
+else passes between them. Where there are groups, all three read where those end, and walk the tiles
+of one group after another's.
 
 Where sums are promoted, the tensor cores add 128 products at a time, in less than float32, and
 these partial sums are scaled and added up in float32. Four things keep that fast and free of
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,11 +53,13 @@ class Config:
     """What the kernel is compiled for; passed as one constexpr.
 
     Scales are "outer" (one per row, or one in all, which meets the finished sum), "vector" (one per
-    row and 128 of K, rows-major) or "square" (one per 128 rows and 128 of K).
+    row and 128 of K, rows-major) or "square" (one per 128 rows and 128 of K). Groups are "rows" of
+    a, or "columns" of a and b; "none" is one product.
     """
 
     SCALE_A: str
     SCALE_B: str
+    GROUPS: str
     FAST: bool  # sums stay in the tensor cores
     BIAS: bool
     ACCUMULATE: bool  # onto what out holds
@@ -68,14 +72,16 @@ class Config:
     GROUP: int = 8  # rows of tiles that are finished before the next ones are begun
 
     @staticmethod
-    def of(scales: tuple[str, str], fast: bool, bias: bool, accumulate: bool, wide: int) -> Config:
+    def of(
+        scales: tuple[str, str], groups: str, fast: bool, bias: bool, accumulate: bool, wide: int
+    ) -> Config:
         """``wide``: bytes of an output, 0 where TMA cannot write them."""
         # What is written, and the sums it is made of, must fit beside the other half's sums.
         width = 256 // wide if wide and not accumulate else 32
         stage = (128 + Config.BN) * Config.BK
         stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
         stages = min(4, (_SHARED_MEMORY - 128 * width * wide) // stage)
-        return Config(*scales, fast, bias, accumulate, wide > 0, width, 2, stages)
+        return Config(*scales, groups, fast, bias, accumulate, wide > 0, width, 2, stages)
 
 
 @gluon.constexpr_function
@@ -87,15 +93,48 @@ def _sums(columns):
 
 
 @gluon.jit
-def _tiles(M, N, P: gl.constexpr):
-    return gl.cdiv(M, 128) * gl.cdiv(N, P.BN)
+def _group_count(G, P: gl.constexpr):
+    """With groups of rows those of no group, which come out zero, are the last one."""
+    if P.GROUPS == "rows":
+        count = G + 1
+    elif P.GROUPS == "columns":
+        count = G
+    else:
+        count = 1
+    return count
 
 
 @gluon.jit
-def _corner(t, M, N, P: gl.constexpr):
+def _span(offs, g, G, LENGTH):
+    """Where group g begins and ends, within LENGTH whatever offs holds; group G is the rest."""
+    start = gl.load(offs + (g - 1), mask=g > 0, other=0)
+    end = gl.load(offs + g, mask=g < G, other=LENGTH)
+    start = gl.minimum(gl.maximum(start, 0), LENGTH)
+    return start, gl.minimum(gl.maximum(end, start), LENGTH)
+
+
+@gluon.jit
+def _group(offs, g, G, M, K, down, P: gl.constexpr):
+    """Of group g: where its tiles begin, and how many rows of them there are; where its rows of the
+    output begin and end; its first block of K, and how many it has."""
+    top, low, high, begin, blocks = 0, 0, M, 0, gl.cdiv(K, P.BK)
+    if P.GROUPS == "rows":
+        low, high = _span(offs, g, G, M)
+        top, blocks = low, gl.where(g < G, blocks, 0)
+        if P.SCALE_A == "vector":
+            # TMA reads scales from multiples of 4 on. The rows before are another group's.
+            top = gl.where(high > low, low // 4 * 4, low)
+        down = gl.cdiv(high - top, 128)
+    elif P.GROUPS == "columns":
+        start, end = _span(offs, g, G, K)
+        begin, blocks = start // P.BK, gl.cdiv(end - start, P.BK)
+    return top, down, low, high, begin, blocks
+
+
+@gluon.jit
+def _corner(t, down, across, P: gl.constexpr):
     """First row and column of tile t. Tiles go down GROUP rows of tiles, then on to the next
     column, so that programs share rows and columns in the cache."""
-    down, across = gl.cdiv(M, 128), gl.cdiv(N, P.BN)
     group = t // (P.GROUP * across)
     within = t % (P.GROUP * across)
     height = gl.minimum(down - group * P.GROUP, P.GROUP)
@@ -120,7 +159,7 @@ def _before(stage, P: gl.constexpr):
 @gluon.jit
 def _produce(
     a_desc, b_desc, scale_a_desc, scale_b_desc, a_low, a_high, b, sa_low, sa_high, sb, full, empty,
-    M, N, K, sa_k, sb_k, P: gl.constexpr,
+    offs, M, K, G, down, across, b_g, sa_k, sb_g, sb_k, P: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: for each tile, for each 128 of K, fill the next buffer."""
     HALVES: gl.constexpr = P.HALVES
@@ -129,29 +168,37 @@ def _produce(
     B_SCALES: gl.constexpr = P.SCALE_B == "vector"
     BYTES: gl.constexpr = (128 + P.BN) * P.BK + 4 * (128 * A_SCALES + P.BN * B_SCALES)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    for t in range(gl.program_id(0), _tiles(M, N, P), gl.num_programs(0)):
-        row, column = _corner(t, M, N, P)
-        for block in range(gl.cdiv(K, P.BK)):
-            k = block * P.BK
-            ready = full.index(stage)
-            # Of a new barrier the phase of parity 1 counts as past: the first turn does not wait.
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            # What lies outside a matrix arrives as zeros, and is counted.
-            mbarrier.expect(ready, BYTES)
-            tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
-            tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
-            for h in gl.static_range(HALVES):
-                first, part = column + h * HALF, stage * HALVES + h
-                tma.async_copy_global_to_shared(b_desc, [first, k], ready, b.index(part))
-                if B_SCALES:
-                    at = block * sb_k + first
-                    tma.async_copy_global_to_shared(scale_b_desc, [at], ready, sb.index(part))
-            if A_SCALES:
-                at = block * sa_k + row
-                low, high = sa_low.index(stage), sa_high.index(stage)
-                tma.async_copy_global_to_shared(scale_a_desc, [at], ready, low)
-                tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, high)
-            stage, phase = _next(stage, phase, P)
+    t = gl.program_id(0)
+    for g in range(_group_count(G, P)):
+        top, tiles_down, _, _, begin, blocks = _group(offs, g, G, M, K, down, P)
+        tiles = tiles_down * across
+        while t < tiles:
+            row, column = _corner(t, tiles_down, across, P)
+            row += top
+            for block in range(begin, begin + blocks):
+                k = block * P.BK
+                ready = full.index(stage)
+                # A new barrier's phase of parity 1 counts as past: the first turn does not wait.
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                # What lies outside a matrix arrives as zeros, and is counted.
+                mbarrier.expect(ready, BYTES)
+                tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
+                tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
+                for h in gl.static_range(HALVES):
+                    there, part = column + h * HALF, stage * HALVES + h
+                    at = [g * b_g + there, k]
+                    tma.async_copy_global_to_shared(b_desc, at, ready, b.index(part))
+                    if B_SCALES:
+                        at = [g * sb_g + block * sb_k + there]
+                        tma.async_copy_global_to_shared(scale_b_desc, at, ready, sb.index(part))
+                if A_SCALES:
+                    at = block * sa_k + row
+                    lower, upper = sa_low.index(stage), sa_high.index(stage)
+                    tma.async_copy_global_to_shared(scale_a_desc, [at], ready, lower)
+                    tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, upper)
+                stage, phase = _next(stage, phase, P)
+            t += gl.num_programs(0)
+        t -= tiles  # the next group's are counted from its first
 
 
 @gluon.jit
@@ -174,12 +221,49 @@ def _promote(total, partial, row_scale, column_scale, P: gl.constexpr):
     return total
 
 
+@gluon.constexpr_function
+def _vector(element):
+    """Elements in 16 bytes."""
+    return 128 // element.primitive_bitwidth
+
+
+@gluon.constexpr_function
+def _lines(columns, element):
+    """A layout of 64 x columns in which a warpgroup writes rows 16 bytes at a time."""
+    across = columns // _vector(element)
+    return gl.BlockedLayout([1, _vector(element)], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _inside(rows, columns, low, high, N, P: gl.constexpr):
+    inside = rows < high
+    if P.GROUPS == "rows":
+        inside = inside & (rows >= low)
+    return inside[:, None] & (columns < N)[None, :]
+
+
+@gluon.jit
+def _write_part(
+    out, buffer, row, column, low, high, shift, N, out_m, COLUMNS: gl.constexpr, P: gl.constexpr
+):
+    """Write what the buffer holds of rows from low to high: next to them lie another group's."""
+    R: gl.constexpr = _lines(COLUMNS, out.dtype.element_ty)
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, R))
+    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, R))
+    # As TMA has it, rows are on 16 bytes.
+    pitch = gl.multiple_of(out_m, _vector(out.dtype.element_ty))
+    at = gl.multiple_of(out, 16) + (rows + shift)[:, None].to(gl.int64) * pitch + columns[None, :]
+    gl.store(at, buffer.load(R), mask=_inside(rows, columns, low, high, N, P))
+
+
 @gluon.jit
 def _store(
-    total, out_desc, out, buffer, scale_a, scale_b, bias, row, column, M, N, sa_m, sb_n, out_m,
-    COLUMNS: gl.constexpr, P: gl.constexpr,
+    total, out_desc, out, buffer, scale_a, scale_b, bias, row, column, low, high, shift, live, N,
+    sa_m, sb_n, out_m, COLUMNS: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Finish 64 x COLUMNS sums and write them at (row, column), WIDTH columns at a time."""
+    """Finish 64 x COLUMNS sums and write them at (row, column), WIDTH columns at a time: rows from
+    low to high, ``shift`` rows further down in the output. Sums that are not ``live`` are zero, and
+    have no scales."""
     L: gl.constexpr = _sums(COLUMNS)
     if COLUMNS > P.WIDTH:
         HALF: gl.constexpr = COLUMNS // 2
@@ -188,128 +272,150 @@ def _store(
         left = gl.convert_layout(left, _sums(HALF), assert_trivial=True)
         right = gl.convert_layout(right, _sums(HALF), assert_trivial=True)
         _store(
-            left, out_desc, out, buffer, scale_a, scale_b, bias,
-            row, column, M, N, sa_m, sb_n, out_m, HALF, P,
+            left, out_desc, out, buffer, scale_a, scale_b, bias, row, column, low, high, shift,
+            live, N, sa_m, sb_n, out_m, HALF, P,
         )  # fmt: skip
         _store(
-            right, out_desc, out, buffer, scale_a, scale_b, bias,
-            row, column + HALF, M, N, sa_m, sb_n, out_m, HALF, P,
+            right, out_desc, out, buffer, scale_a, scale_b, bias, row, column + HALF, low, high,
+            shift, live, N, sa_m, sb_n, out_m, HALF, P,
         )  # fmt: skip
     else:
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, L))
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L))
         if P.SCALE_A == "outer":
             # One after the other: the product of two tiny scales may be zero.
-            row_scale = gl.load(scale_a + rows * sa_m, mask=rows < M, other=0.0)
-            column_scale = gl.load(scale_b + columns * sb_n, mask=columns < N, other=0.0)
+            row_scale = gl.load(scale_a + rows * sa_m, mask=(rows < high) & live, other=0.0)
+            column_scale = gl.load(scale_b + columns * sb_n, mask=(columns < N) & live, other=0.0)
             total = (total * row_scale[:, None]) * column_scale[None, :]
         if P.BIAS:
             total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        at = out + (rows[:, None].to(gl.int64) * out_m + columns[None, :])
-        inside = (rows[:, None] < M) & (columns[None, :] < N)
+        at = out + ((rows + shift)[:, None].to(gl.int64) * out_m + columns[None, :])
+        inside = _inside(rows, columns, low, high, N, P)
         if P.ACCUMULATE:
             total += gl.load(at, mask=inside, other=0.0).to(gl.float32)
         rounded = total.to(out.dtype.element_ty)
         if P.TMA_OUT:
             tma.store_wait(0)  # what the buffer held has been read
             buffer.store(rounded)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [row, column], buffer)
+            if (P.GROUPS == "none") or ((row >= low) & (row + 64 <= high)):
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, [row + shift, column], buffer)
+            else:
+                _write_part(out, buffer, row, column, low, high, shift, N, out_m, COLUMNS, P)
         else:
             gl.store(at, rounded, mask=inside)
 
 
 @gluon.jit
 def _consume(
-    out_desc, out, buffer, scale_a, scale_b, bias, a, b, sa, sb, full, empty,
-    M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, FIRST_ROW: gl.constexpr, P: gl.constexpr,
+    out_desc, out, buffer, scale_a, scale_b, bias, a, b, sa, sb, full, empty, offs,
+    M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m,
+    FIRST_ROW: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows of each tile, from FIRST_ROW on."""
     HALVES: gl.constexpr = P.HALVES
     HALF: gl.constexpr = P.BN // P.HALVES
     L: gl.constexpr = _sums(HALF)
-    blocks = gl.cdiv(K, P.BK)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    for t in range(gl.program_id(0), _tiles(M, N, P), gl.num_programs(0)):
-        row, column = _corner(t, M, N, P)
-        row += FIRST_ROW
-        left = gl.zeros([64, HALF], gl.float32, L)
-        right = gl.zeros([64, HALF], gl.float32, L)
-        if P.FAST:
-            for block in range(blocks):
-                mbarrier.wait(full.index(stage), phase)
-                b_left = b.index(stage * HALVES).permute((1, 0))
-                left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
+    t = gl.program_id(0)
+    for g in range(_group_count(G, P)):
+        top, tiles_down, low, high, begin, blocks = _group(offs, g, G, M, K, down, P)
+        tiles = tiles_down * across
+        own_a, own_b, shift, live = scale_a + g * sa_g, scale_b + g * sb_g, 0, True
+        if P.GROUPS == "columns":
+            shift = g * M
+        if P.GROUPS != "none":
+            live = blocks > 0
+        while t < tiles:
+            row, column = _corner(t, tiles_down, across, P)
+            row += top + FIRST_ROW
+            left = gl.zeros([64, HALF], gl.float32, L)
+            right = gl.zeros([64, HALF], gl.float32, L)
+            if P.FAST:
+                for block in range(blocks):
+                    mbarrier.wait(full.index(stage), phase)
+                    b_left = b.index(stage * HALVES).permute((1, 0))
+                    left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
+                    if HALVES == 2:
+                        b_right = b.index(stage * HALVES + 1).permute((1, 0))
+                        right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
+                        left, right = warpgroup_mma_wait(2, deps=[left, right])
+                    else:
+                        left = warpgroup_mma_wait(1, deps=[left])
+                    # The products of this buffer run; those of the one before are done.
+                    mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
+                    stage, phase = _next(stage, phase, P)
                 if HALVES == 2:
-                    b_right = b.index(stage * HALVES + 1).permute((1, 0))
-                    right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
-                    left, right = warpgroup_mma_wait(2, deps=[left, right])
+                    left, right = warpgroup_mma_wait(0, deps=[left, right])
                 else:
-                    left = warpgroup_mma_wait(1, deps=[left])
-                # The products of this buffer run; those of the one before are done.
-                mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
-                stage, phase = _next(stage, phase, P)
-            if HALVES == 2:
-                left, right = warpgroup_mma_wait(0, deps=[left, right])
+                    left = warpgroup_mma_wait(0, deps=[left])
+                mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=live)
             else:
-                left = warpgroup_mma_wait(0, deps=[left])
-            mbarrier.arrive(empty.index(_before(stage, P)), count=1)
-        else:
-            gl.static_assert(HALVES == 2)
-            partial = gl.zeros([64, HALF], gl.float32, L)
-            square_a = scale_a + row // 128 * sa_m
-            square_left = scale_b + column // 128 * sb_n
-            # The right half may lie beyond the last block of b.
-            square_right = scale_b + gl.minimum(column // 128 + 1, (N - 1) // 128) * sb_n
-            for block in range(blocks):
-                row_scale, left_scale, right_scale = 1.0, 1.0, 1.0
-                if P.SCALE_A == "square":
-                    row_scale = gl.load(square_a + block * sa_k)
-                if P.SCALE_B == "square":
-                    left_scale = gl.load(square_left + block * sb_k)
-                    right_scale = gl.load(square_right + block * sb_k)
-                mbarrier.wait(full.index(stage), phase)
-                partial = _begin(a.index(stage), b.index(stage * 2), partial)
-                if P.SCALE_A == "vector":
-                    row_scale = sa.index(stage).load(gl.SliceLayout(1, L))
-                if P.SCALE_B == "vector":
-                    left_scale = sb.index(stage * 2).load(gl.SliceLayout(0, L))
-                partial = warpgroup_mma_wait(0, deps=[partial])
-                left = _promote(left, partial, row_scale, left_scale, P)
-                left = warpgroup_mma_wait(0, deps=[left])
-                partial = _begin(a.index(stage), b.index(stage * 2 + 1), partial)
-                if P.SCALE_B == "vector":
-                    right_scale = sb.index(stage * 2 + 1).load(gl.SliceLayout(0, L))
-                partial = warpgroup_mma_wait(0, deps=[partial])
-                mbarrier.arrive(empty.index(stage), count=1)
-                right = _promote(right, partial, row_scale, right_scale, P)
-                stage, phase = _next(stage, phase, P)
-        _store(
-            left, out_desc, out, buffer, scale_a, scale_b, bias,
-            row, column, M, N, sa_m, sb_n, out_m, HALF, P,
-        )  # fmt: skip
-        if HALVES == 2:
+                gl.static_assert(HALVES == 2)
+                partial = gl.zeros([64, HALF], gl.float32, L)
+                square_a = own_a + row // 128 * sa_m
+                square_left = own_b + column // 128 * sb_n
+                # The right half may lie beyond the last block of b.
+                square_right = own_b + gl.minimum(column // 128 + 1, (N - 1) // 128) * sb_n
+                for block in range(begin, begin + blocks):
+                    row_scale, left_scale, right_scale = 1.0, 1.0, 1.0
+                    if P.SCALE_A == "square":
+                        row_scale = gl.load(square_a + block * sa_k)
+                    if P.SCALE_B == "square":
+                        left_scale = gl.load(square_left + block * sb_k)
+                        right_scale = gl.load(square_right + block * sb_k)
+                    mbarrier.wait(full.index(stage), phase)
+                    partial = _begin(a.index(stage), b.index(stage * 2), partial)
+                    if P.SCALE_A == "vector":
+                        row_scale = sa.index(stage).load(gl.SliceLayout(1, L))
+                    if P.SCALE_B == "vector":
+                        left_scale = sb.index(stage * 2).load(gl.SliceLayout(0, L))
+                    partial = warpgroup_mma_wait(0, deps=[partial])
+                    left = _promote(left, partial, row_scale, left_scale, P)
+                    left = warpgroup_mma_wait(0, deps=[left])
+                    partial = _begin(a.index(stage), b.index(stage * 2 + 1), partial)
+                    if P.SCALE_B == "vector":
+                        right_scale = sb.index(stage * 2 + 1).load(gl.SliceLayout(0, L))
+                    partial = warpgroup_mma_wait(0, deps=[partial])
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    right = _promote(right, partial, row_scale, right_scale, P)
+                    stage, phase = _next(stage, phase, P)
             _store(
-                right, out_desc, out, buffer, scale_a, scale_b, bias,
-                row, column + HALF, M, N, sa_m, sb_n, out_m, HALF, P,
+                left, out_desc, out, buffer, own_a, own_b, bias, row, column, low, high, shift,
+                live, N, sa_m, sb_n, out_m, HALF, P,
             )  # fmt: skip
+            if HALVES == 2:
+                _store(
+                    right, out_desc, out, buffer, own_a, own_b, bias, row, column + HALF, low,
+                    high, shift, live, N, sa_m, sb_n, out_m, HALF, P,
+                )  # fmt: skip
+            t += gl.num_programs(0)
+        t -= tiles  # the next group's are counted from its first
     if P.TMA_OUT:
         tma.store_wait(0)
 
 
 @gluon.jit(
-    do_not_specialize=["M", "N", "K", "sa_m", "sa_k", "sb_n", "sb_k", "out_m"],
-    do_not_specialize_on_alignment=["scale_a", "scale_b", "bias", "out"],
-)
+    do_not_specialize=[
+        "M", "N", "K", "G", "down", "across", "b_g", "sa_g", "sa_m", "sa_k", "sb_g", "sb_n",
+        "sb_k", "out_m",
+    ],
+    do_not_specialize_on_alignment=["scale_a", "scale_b", "bias", "out", "offs"],
+)  # fmt: skip
 def matmul_kernel(
-    a_desc, b_desc, scale_a_desc, scale_b_desc, out_desc, scale_a, scale_b, bias, out,
-    M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, P: gl.constexpr,
+    a_desc, b_desc, scale_a_desc, scale_b_desc, out_desc, scale_a, scale_b, bias, out, offs,
+    M, N, K, G, down, across, b_g, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m, P: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = (a [M, K] * scale_a) @ (b [N, K] * scale_b).T, plus bias [N] and out if P says
-    so.
+    so. With groups of rows that holds of the rows of a and out that end at offs[g] and rows
+    g * b_g to g * b_g + N of b; rows of no group are written as zeros. With groups of columns,
+    which end at offs[g] and begin at multiples of BK, group g's product is out[g] of [G, M, N].
 
-    The scale of row m and block i of K stands at scale_a + m * sa_m + i * sa_k, that of a square
-    block at scale_a + m // 128 * sa_m + i * sa_k; b's likewise. Vector scales are read through
+    ``down`` and ``across`` are the tiles of M x N.
+
+    The scale of group g, row m and block i of K stands at scale_a + g * sa_g + m * sa_m + i * sa_k,
+    that of a square block at ... + m // 128 * sa_m + i * sa_k; b's likewise. Rows of a, and blocks
+    of groups of columns, are counted from the first group's on. Vector scales are read through
     descriptors of all their memory. Descriptors that P does not call for are None.
     """
     STAGES: gl.constexpr = P.STAGES
@@ -337,20 +443,29 @@ def matmul_kernel(
         [
             (_consume, (
                 out_desc, out, out_low, scale_a, scale_b, bias, a_low, b, sa_low, sb, full, empty,
-                M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, 0, P,
+                offs, M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m, 0, P,
             )),
             (_consume, (
                 out_desc, out, out_high, scale_a, scale_b, bias, a_high, b, sa_high, sb, full,
-                empty, M, N, K, sa_m, sa_k, sb_n, sb_k, out_m, 64, P,
+                empty, offs, M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m,
+                64, P,
             )),
             (_produce, (
                 a_desc, b_desc, scale_a_desc, scale_b_desc, a_low, a_high, b, sa_low, sa_high, sb,
-                full, empty, M, N, K, sa_k, sb_k, P,
+                full, empty, offs, M, K, G, down, across, b_g, sa_k, sb_g, sb_k, P,
             )),
         ],
         [4, 1],
         [30 * 8, 3 * 8],  # registers of a thread, which come in eights
     )  # fmt: skip
+
+
+class Groups(NamedTuple):
+    """What one launch multiplies groups of."""
+
+    kind: str  # as in Config
+    offs: Tensor  # int32, where each group ends
+    b_rows: int  # from a group's first row of b to the next one's
 
 
 def multiply(
@@ -363,8 +478,10 @@ def multiply(
     bias: Tensor | None,
     out: Tensor,
     accumulate: bool,
+    groups: Groups | None = None,
 ) -> None:
-    """Write, or add, the product to out. ``scales``: how each operand's lie (``Config``)."""
+    """Write, or add, the product to out. ``scales``: how each operand's lie (``Config``); a scale
+    of [groups, rows, blocks] is each group's own. b and out hold the rows of all groups."""
     scale_a, *strides_a = _scale(scale_a, scales[0])
     scale_b, *strides_b = _scale(scale_b, scales[1])
     pitches = _pitch(a_MK), _pitch(b_NK), _pitch(out)
@@ -372,11 +489,15 @@ def multiply(
     # TMA writes whole 16 bytes: of a shorter end of a row it overwrites what lies behind.
     wide = 0 if (pitches[2] * size | out.shape[1] * size | out.data_ptr()) % 16 else size
     bias_dtype = None if bias is None else bias.dtype
+    kind, offs, count, b_rows = "none", None, 1, 0
+    if groups is not None:
+        kind, offs, count, b_rows = groups.kind, groups.offs, len(groups.offs), groups.b_rows
     run = _product(
-        (*out.shape, a_MK.shape[1]), pitches, (*strides_a, *strides_b), scales, fast, accumulate,
-        wide, (a_MK.dtype, b_NK.dtype, out.dtype, bias_dtype), a_MK.device,
+        (a_MK.shape[0], out.shape[1], a_MK.shape[1], count, b_rows), pitches,
+        (*strides_a, *strides_b), scales, kind, fast, accumulate, wide,
+        (a_MK.dtype, b_NK.dtype, out.dtype, bias_dtype), a_MK.device,
     )  # fmt: skip
-    run(a_MK, b_NK, scale_a, scale_b, bias, out)
+    run(a_MK, b_NK, scale_a, scale_b, bias, out, offs)
 
 
 def _pitch(x: Tensor) -> int:
@@ -385,19 +506,22 @@ def _pitch(x: Tensor) -> int:
     return x.stride(0) if rows > 1 else columns + -columns % 16
 
 
-def _scale(scale: Tensor, kind: str) -> tuple[Tensor, int, int]:
-    """A scale as the kernel reads it, and its strides; a copy where TMA cannot read vectors as they
-    lie, which is where their number is no multiple of 4."""
-    rows, blocks = scale.shape
+def _scale(scale: Tensor, kind: str) -> tuple[Tensor, int, int, int]:
+    """A scale as the kernel reads it, and its strides from group to group, row to row and block to
+    block; a copy where TMA cannot read vectors as they lie, which is where their number is no
+    multiple of 4."""
+    *lead, rows, blocks = scale.shape
+    group = scale.stride(0) if lead else 0
     if kind == "outer":
-        return scale, 0 if rows == 1 else scale.stride(0), 0
+        return scale, group, 0 if rows == 1 else scale.stride(-2), 0
     if kind == "square":
-        return scale, scale.stride(0), scale.stride(1)
-    step = scale.stride(1) if blocks > 1 else 0
-    if (rows > 1 and scale.stride(0) != 1) or step % 4 or scale.data_ptr() % 16:
+        return scale, group, scale.stride(-2), scale.stride(-1)
+    step = scale.stride(-1) if blocks > 1 else 0
+    if (rows > 1 and scale.stride(-2) != 1) or (step | group) % 4 or scale.data_ptr() % 16:
         step = rows + -rows % 4
-        scale = scale.new_empty(blocks, step).t()[:rows].copy_(scale)
-    return scale, 1, step
+        group = blocks * step if lead else 0
+        scale = scale.new_empty(*lead, blocks, step).mT[..., :rows, :].copy_(scale)
+    return scale, group, 1, step
 
 
 class _Product:
@@ -405,30 +529,37 @@ class _Product:
 
     def __init__(
         self,
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, int, int, int, int],
         pitches: tuple[int, int, int],
-        scale_strides: tuple[int, int, int, int],
+        scale_strides: tuple[int, int, int, int, int, int],
         config: Config,
         dtypes: tuple[torch.dtype, ...],
         device: torch.device,
     ) -> None:
-        (m, n, k), (a_m, b_n, out_m), (_, sa_k, _, sb_k) = sizes, pitches, scale_strides
+        (m, n, k, count, b_rows), (a_m, b_n, out_m) = sizes, pitches
+        _, _, sa_k, sb_g, _, sb_k = scale_strides
         half, blocks = config.BN // config.HALVES, -(-k // 128)
+        rows_b, rows_out = (count - 1) * b_rows + n, count * m if config.GROUPS == "columns" else m
         # A vector scale is one row: all of its memory, from the first element to the last.
         self.windows = (
             _Window((m, k), (a_m, 1), (64, config.BK), dtypes[0]),
-            _Window((n, k), (b_n, 1), (half, config.BK), dtypes[1]),
+            _Window((rows_b, k), (b_n, 1), (half, config.BK), dtypes[1]),
             _Window(((blocks - 1) * sa_k + m,), (1,), (64,), torch.float32)
             if config.SCALE_A == "vector" else None,
-            _Window(((blocks - 1) * sb_k + n,), (1,), (half,), torch.float32)
+            _Window(((count - 1) * sb_g + (blocks - 1) * sb_k + n,), (1,), (half,), torch.float32)
             if config.SCALE_B == "vector" else None,
-            _Window((m, n), (out_m, 1), (64, config.WIDTH), dtypes[2]) if config.TMA_OUT else None,
+            _Window((rows_out, n), (out_m, 1), (64, config.WIDTH), dtypes[2])
+            if config.TMA_OUT else None,
         )  # fmt: skip
-        programs = -(-m // 128) * -(-n // config.BN)
+        # Of groups of rows there may be fewer tiles; more would not be known without waiting.
+        down, across = -(-m // 128), -(-n // config.BN)
+        most = {"none": down, "rows": down + count, "columns": down * count}[config.GROUPS]
+        programs = most * across
         if device.type == "cuda":
             programs = min(programs, torch.cuda.get_device_properties(device).multi_processor_count)
         self.launch = Launch(
-            matmul_kernel, (programs, 1, 1), *sizes, *scale_strides, out_m,
+            matmul_kernel, (programs, 1, 1), m, n, k, count, down, across, b_rows, *scale_strides,
+            out_m,
             options={"num_warps": 4}, P=config,
         )  # fmt: skip
 
@@ -440,18 +571,20 @@ class _Product:
         scale_b: Tensor,
         bias: Tensor | None,
         out: Tensor,
+        offs: Tensor | None,
     ) -> None:
         tensors = (a, b, scale_a, scale_b, out)
         seen: list[Any] = [w and w.over(x) for w, x in zip(self.windows, tensors, strict=True)]
-        self.launch(*seen, scale_a, scale_b, bias, out)
+        self.launch(*seen, scale_a, scale_b, bias, out, offs)
 
 
 @functools.lru_cache(maxsize=1024)
 def _product(
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int, int],
     pitches: tuple[int, int, int],
-    scale_strides: tuple[int, int, int, int],
+    scale_strides: tuple[int, int, int, int, int, int],
     scales: tuple[str, str],
+    groups: str,
     fast: bool,
     accumulate: bool,
     wide: int,
@@ -460,7 +593,7 @@ def _product(
 ) -> _Product:
     """``dtypes``: of a, b, out and bias. The launch does not ask for all, but Triton compiles for
     each of them."""
-    config = Config.of(scales, fast, dtypes[3] is not None, accumulate, wide)
+    config = Config.of(scales, groups, fast, dtypes[3] is not None, accumulate, wide)
     return _Product(sizes, pitches, scale_strides, config, dtypes, device)
 
 
