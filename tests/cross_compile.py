@@ -121,24 +121,29 @@ def facts(binary: Any) -> dict[str, Any]:
     }
 
 
-def quantize(row: CastPlan | None, col: CastPlan) -> None:
+def quantize(row: CastPlan | None, col: CastPlan | None) -> None:
+    """The row layout alone in blocks of a row; a pair's kernels serve the other blocks alone."""
+    if col is None and (row is None or row.block[0] != 1 or row.block[1] == FULL):
+        return
     x = torch.empty(1, 512, 4096, dtype=torch.bfloat16, device="meta")
     quantize_triton.quantize_layouts(x, row, col)
 
 
-def quantize_grouped(row: CastPlan | None, col: CastPlan) -> None:
+def quantize_grouped(row: CastPlan | None, col: CastPlan | None) -> None:
     """With a number of tokens that no kernel may count on, in groups that fill two warps."""
+    if col is None:
+        return
     x = torch.empty(1001, 4096, dtype=torch.bfloat16, device="meta")
     offs = torch.empty(64, dtype=torch.int32, device="meta")
     quantize_grouped_triton.quantize_groups(x, offs, row, col)
 
 
-def fused(source: str) -> Callable[[CastPlan | None, CastPlan], None]:
+def fused(source: str) -> Callable[[CastPlan | None, CastPlan | None], None]:
     """On rows as long as those of a large model's MLP; tensorwise, squares and other blocks alone
     are much the same code, of which each kernel takes seconds."""
 
-    def run(row: CastPlan | None, col: CastPlan) -> None:
-        if col.block[0] != 1 or (row is None and col.block[1] != FULL):
+    def run(row: CastPlan | None, col: CastPlan | None) -> None:
+        if col is None or col.block[0] != 1 or (row is None and col.block[1] != FULL):
             return
         x = torch.empty(512, 14336, dtype=torch.bfloat16, device="meta")
         y, z = (x[0], None) if source == "rms" else (x, x if source != "swiglu" else None)
@@ -148,7 +153,7 @@ def fused(source: str) -> Callable[[CastPlan | None, CastPlan], None]:
 
 
 # What an option compiles: names and functions of two casts.
-RUNS: dict[str, dict[str, Callable[[CastPlan | None, CastPlan], None]]] = {
+RUNS: dict[str, dict[str, Callable[[CastPlan | None, CastPlan | None], None]]] = {
     "": {"quantize": quantize},
     "--grouped": {"quantize_grouped": quantize_grouped},
     "--fused": {source: fused(source) for source in ("rms", "swiglu", "swiglu_backward")},
@@ -187,10 +192,10 @@ def main(arguments: list[str]) -> None:
         if fmt is E4M3FN:
             casts["mx"] = CastPlan((1, 32), fmt.dtype, "e8m0_rceil")
         for (source, run), (kind, cast) in itertools.product(runs.items(), casts.items()):
-            for layouts, pair in {"dual": (cast, cast), "col": (None, cast)}.items():
+            for layouts in ("dual", "row", "col"):
                 launches.clear()
                 with assume_device(name):
-                    run(*pair)
+                    run(None if layouts == "col" else cast, None if layouts == "row" else cast)
                 for seen in launches:
                     shown = facts(compiled(seen, target))
                     where = {"target": name, "of": source, "kind": kind, "layouts": layouts}

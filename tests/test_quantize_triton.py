@@ -130,6 +130,27 @@ def test_rows_of_any_length(columns: int) -> None:
     check(x, CastPlan((1, FULL), E4M3FN.dtype, "fp32"), None)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # Inf * 0 in numpy
+@pytest.mark.parametrize("block", [128, 32])
+def test_blocks_of_rows_alone(block: int, tmp_path: Path) -> None:
+    """Several tiles a program, in both directions, the last ones not whole; columns that are apart,
+    rows that are the same, rows that are far apart."""
+    options = {"dtype": torch.bfloat16, "device": "cuda" if GPU else "cpu"}
+    mode, size = "fp32" if block == 128 else "e8m0_rceil", (1 << 27) + 300
+    cast = CastPlan((1, block), E4M3FN.dtype, mode)
+    x = torch.randn(2, 70, 300, **options)
+    x[1, 33, :block] = 0
+    x[0, 69, 299] = math.inf
+    if GPU:
+        far = torch.empty(size, **options)
+    else:  # a file that is nearly all hole takes no memory
+        far = torch.from_file(str(tmp_path / "far"), shared=True, size=size, **options)
+    far[:300], far[-300:] = x[0, 0], x[0, 1]
+    for view in (x, torch.stack([x, x], -1)[..., 0], x[:, :1].expand(2, 35, 300)):
+        check(view, cast, None)
+    check(far.as_strided((1, 2, 300), (0, 1 << 27, 1)), cast, None)
+
+
 @pytest.mark.parametrize("maximum", [448.0, 240.0, 57344.0])
 def test_division_by_a_maximum_is_correctly_rounded(maximum: float) -> None:
     """The kernels' two fused multiply-adds against IEEE division, for every float32 mantissa."""
@@ -168,6 +189,9 @@ def test_machine_code(target: str) -> None:
     assert {k["kernel"] for k in kernels} == {
         "tile_kernel", "row_kernel", "column_kernel", "amax_kernel"
     }  # fmt: skip
+    by_rows = {(k["kind"], k["layouts"]) for k in kernels if k["kernel"] == "row_kernel"}
+    mx = {("mx", "row")} if target != "gfx942" else set()
+    assert by_rows == {("row", "dual"), ("block", "row"), *mx}
     for kernel in kernels:
         assert kernel["scratch"] == 0, kernel
         # Three programs a multiprocessor need 168 registers each; the 1x128 pair, which would like

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..scaling import FULL
 from .launch import (
     Launch,
     Matrices,
@@ -409,31 +410,49 @@ def tile_kernel(
 
 @triton.jit
 def row_kernel(
-    x, row, row_scale, partial, M, K, stride_e, stride_m,
-    T: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, STAGES: tl.constexpr,
+    x, row, row_scale, partial, M, K, CHUNKS, stride_e, stride_m, stride_k,
+    scale_e, scale_m, scale_k,
+    T: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NEAR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rowwise, whole rows in registers: data and scale of rows pid, pid + G, ... of one expert;
-    with COLUMNS, also this program's column amax, to partial [E, G, K]."""
+    """Row layout of one expert, scaled along rows by blocks of BLOCK: tiles pid, pid + G, ... of BM
+    rows by BN columns, of which CHUNKS make up a row. A block may be a whole row, then so is a
+    tile. With COLUMNS, also this program's column amax, to partial [E, G, K]. NEAR: a tile spans
+    less than 2^31 elements of x."""
     pid, G, e = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    c = tl.arange(0, KP)
-    inside = c < K
-    columns = to_magnitude(tl.zeros([KP], tl.float32), T)
-    for r in tl.range(pid, M, G, num_stages=STAGES):
-        at = tl.cast(r, tl.int64)
+    BLOCKS: tl.constexpr = BN // BLOCK
+    OFFSET: tl.constexpr = tl.int32 if NEAR else tl.int64
+    i, block = tl.arange(0, BM), tl.arange(0, BLOCKS)
+    rows = i[:, None, None]
+    columns = block[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    source = rows.to(OFFSET) * tl.cast(stride_m, OFFSET)
+    source += columns.to(OFFSET) * tl.cast(stride_k, OFFSET)
+    highest = to_magnitude(tl.zeros([BM, BLOCKS, BLOCK], tl.float32), T)
+    for tile in tl.range(pid, tl.cdiv(M, BM) * CHUNKS, G, num_stages=STAGES):
+        m, k = tile // CHUNKS * BM, tile % CHUNKS * BN
+        top, left = tl.cast(m, tl.int64), tl.cast(k, tl.int64)
+        inside = k + columns < K
+        if BM > 1:
+            inside &= m + rows < M
         v = tl.load(
-            x + e * stride_e + at * stride_m + c,
+            x + e * stride_e + top * stride_m + left * stride_k + source,
             mask=inside,
             other=0.0,
             eviction_policy="evict_last",
         ).to(tl.float32)
         magnitude = to_magnitude(v, T)
         if COLUMNS:
-            columns = larger(columns, magnitude)
-        scale, inverse, live = to_scale(amax_bits(magnitude, 0), T)
-        store_scale(row_scale + e * M + at, scale, None)
-        store_row(row + (e * M + at) * K + c, v * inverse, live, inside, T)
+            highest = larger(highest, magnitude)
+        scale, inverse, live = to_scale(amax_bits(magnitude, 2), T)
+        at = row_scale + e * scale_e + (top + i)[:, None] * scale_m
+        at += (left // BLOCK + block)[None, :] * scale_k
+        scale_inside = (m + i < M)[:, None] & (k + block * BLOCK < K)[None, :]
+        store_scale(at, scale, scale_inside)
+        out = row + (e * M + top) * K + left + rows * K + columns
+        store_row(out, v * inverse[:, :, None], live[:, :, None], inside, T)
     if COLUMNS:
-        tl.store(partial + (e * G + pid) * K + c, columns.to(tl.int32, bitcast=True), mask=inside)
+        c = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(partial + (e * G + pid) * K + c, amax_bits(highest, 0), mask=c < K)
 
 
 @triton.jit
@@ -530,9 +549,11 @@ class _Cast:
         self.device = device
         self.row = row and (Output.data(shape, row), Output.scale(shape, row))
         self.col = col and (Output.data(turned, col, col=True), Output.scale(turned, col))
+        row_scale, col_scale = self.row and self.row[1], self.col and self.col[1]
         self.rows = self.row_amax = self.col_amax = self.tiles = None
-        if row is not None and kinds[0] == "vector" and x.stride_k == 1 and x.k <= _MAX_ROW:
-            self.rows = _Rows(x, dtype, row, columns=kinds[1] == "vector")
+        held = kinds[0] == "vector" and x.k <= _MAX_ROW
+        if row is not None and (held or kinds == ("block", None)):
+            self.rows = _Rows(x, dtype, row, row_scale, columns=kinds[1] == "vector")
             row = None
         elif row is not None and kinds[0] in ("tensor", "vector"):
             self.row_amax = _Amax(x, row, "row")
@@ -541,7 +562,6 @@ class _Cast:
             if not gathered and kinds != ("tensor", "tensor"):
                 self.col_amax = _Amax(x, col, "column")
         if row is not None or col is not None:
-            row_scale, col_scale = self.row and self.row[1], self.col and self.col[1]
             self.tiles = _tiles(x, row, row_scale, col, col_scale)
 
     def __call__(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, ...]:
@@ -562,21 +582,37 @@ class _Cast:
 
 
 class _Rows:
-    """Rowwise, whole rows in registers: the row layout; the columns' amax bits [E, K] too, if asked
+    """The row layout, rowwise or in blocks of one row; the columns' amax bits [E, K] too, if asked
     for."""
 
-    def __init__(self, x: Matrices, dtype: torch.dtype, layout: CastPlan, columns: bool) -> None:
-        padded = max(128, triton.next_power_of_2(x.k))
-        # A row per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor up
-        # to 4096 columns, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
-        wide = padded > 4096
-        together = 1 if padded > 8192 else 2 if wide else 4
-        programs = max(1, min(x.m, multiprocessors(x) * together // x.e))
+    def __init__(
+        self,
+        x: Matrices,
+        dtype: torch.dtype,
+        layout: CastPlan,
+        scale: Output | None,
+        columns: bool,
+    ) -> None:
+        block = layout.block[1]
+        if block == FULL:
+            block = max(128, triton.next_power_of_2(x.k))
+            bm, bn = 1, block
+        else:  # scales of 32 rows are neighbours in memory: whole sectors
+            bm, bn = 32, 128
+        # A tile per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor
+        # up to 4096 elements, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
+        wide = bm * bn > 4096
+        together = 1 if bm * bn > 8192 else 2 if wide else 4
+        chunks = triton.cdiv(x.k, bn)
+        tiles = triton.cdiv(x.m, bm) * chunks
+        programs = max(1, min(tiles, multiprocessors(x) * together // x.e))
         self.launch = Launch(
-            row_kernel, (programs, x.e, 1), x.m, x.k, x.stride_e, x.stride_m,
+            row_kernel, (programs, x.e, 1),
+            x.m, x.k, chunks, x.stride_e, x.stride_m, x.stride_k, *scale_sizes(scale),
             options={"num_warps": 8 if wide else 4},
-            T=target(x, layout), COLUMNS=columns, KP=padded,
-            STAGES=row_stages(x.device, together * padded * dtype.itemsize, 4 if wide else 3),
+            T=target(x, layout), COLUMNS=columns, BLOCK=block, BM=bm, BN=bn,
+            NEAR=bm * x.stride_m + bn * x.stride_k < 2**31,
+            STAGES=row_stages(x.device, together * bm * bn * dtype.itemsize, 4 if wide else 3),
         )  # fmt: skip
         self.columns = Columns(x.e, programs, x.k) if columns else None
 
