@@ -12,14 +12,16 @@ What becomes of a place that multiplies a weight:
     map's pattern is its name: nothing tells a weight from a table of positions.
 - A SwiGLU layer of three that become Float8Linears becomes a ``SwiGLU`` around them, by its class
   alone: one call, in which casts are fused with what makes their input. Known are the MLPs of
-  Llama, Mistral, Qwen2 and Qwen3 of Hugging Face's transformers, and modules whose class says so:
+  Llama, Mistral, Qwen and DeepSeek-V3 of Hugging Face's transformers, and modules whose class says
+  so:
   ``float8_swiglu = ("w1", "w3", "w2")`` names gate, up and down (and as a fourth the nn.RMSNorm
   before them, if there is one) of ``down(silu(gate(x)) * up(x))``.
 - Embeddings, norms, convolutions and other modules of torch are left alone. What reads a weight
   behind its layer's back is skipped with the reason.
 
 A pattern (``fnmatch``, case matters) matches a layer by its full dotted name or the last component
-of it, and a parameter also by the names of its module.
+of it, and a parameter also by the names of its module. The pattern "gate" of ``keep`` means routers
+and no stack of experts, which "*.gate" keeps.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ from .weight import Float8Weight, unwrap_parameter, wrap_parameter
 RecipeMap = Mapping[str, Recipe | None]
 Experts = Recipe | Literal["auto", False]
 
-KEEP = ("lm_head", "output", "*router*", "gate")  # logits and routing: small gain, large harm
+# Logits and routing: small gain, large harm. GATE is for routers alone: of a stack of expert
+# matrices it is the name of half the weights.
+GATE = "gate"
+KEEP = ("lm_head", "output", "*router*", GATE, "shared_expert_gate")
 
 # Why the last convert left a place alone: module -> parameter -> reason; "" is the parameter of a
 # SwiGLU layer. For summary(); a copied model has none, and its summary says less.
@@ -202,7 +207,7 @@ def _decide(
 ) -> Recipe | str:
     """The site's recipe, or why it has none; ``used`` gets what patterns and options had a say.
     One that asks for FP8 where that cannot be has none."""
-    kept = [pattern for pattern in keep if site.matches(pattern)]
+    kept = [p for p in keep if site.matches(p) and (p != GATE or site.kind != "experts")]
     used.update(("keep", pattern) for pattern in kept)
     if kept:
         return f"kept by pattern {kept[0]!r}"

@@ -32,7 +32,16 @@ _TIED = "it is tied to a parameter of another module, which would meet the Float
 _OTHERS = ("torch.", "torchao.", "bitsandbytes.")  # whose linear layers quantise by themselves
 STATE = ("recipe", "last_run", "cached")  # what Float8Linear keeps on an instance
 SWIGLU_STATE = ("names", "original")  # and SwiGLU
-_TRANSFORMERS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")  # SwiGLU layers, if SiLU is set
+_TRANSFORMERS = (  # SwiGLU layers, if SiLU is set; of mixture-of-experts the shared and dense ones
+    "LlamaMLP",
+    "Llama4TextMLP",
+    "MistralMLP",
+    "Qwen2MLP",
+    "Qwen2MoeMLP",
+    "Qwen3MLP",
+    "Qwen3MoeMLP",
+    "DeepseekV3MLP",
+)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _CONTAINERS = (  # classes of torch that leave the use of parameters to others
     nn.Module,
@@ -186,8 +195,11 @@ def _refuse_swiglu(module: nn.Module, names: Sequence[str], foreign: bool) -> st
         if taken := [name for name in own if name in vars(SwiGLU)]:
             return f"it has an attribute {taken[0]!r} of its own, a name that SwiGLU uses"
     if foreign:
-        act, forward = getattr(module, "act_fn", None), type(module).forward
-        if not isinstance(act, nn.SiLU):
+        act = getattr(module, "act_fn", getattr(module, "activation_fn", None))  # Llama 4's
+        forward = type(module).forward
+        if (
+            not isinstance(act, nn.SiLU) and type(act).__name__ != "SiLUActivation"
+        ):  # transformers 5
             return f"its activation is {type(act).__name__}, not SiLU"
         if forward.__module__ != type(module).__module__:
             return f"its class has a forward of {forward.__module__}"
