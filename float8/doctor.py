@@ -357,8 +357,10 @@ def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int])
             # What `select` answered, and would answer there.
             order = RULES.get((row.arch, native_mode(a, b)), IMPLEMENTATIONS)
             impl = plan.impl if real else next(name for name in order if answers[name] is None)
-            # The reference pads nothing, this library's kernels the contraction alone.
-            sizes = {"torch": (), "hopper": shape[2:], "triton": shape[2:]}.get(impl, shape[1:])
+            # Dequantised operands are padded nowhere, this library's kernels' in the contraction.
+            sizes = {"torch": (), "bf16": (), "hopper": shape[2:], "triton": shape[2:]}.get(
+                impl, shape[1:]
+            )
             padded = any(size % row.alignment for size in sizes)
             refusals = {name: reason for name, reason in answers.items() if reason is not None}
             found.append({**entry, "impl": impl, "refusals": refusals, "padded": padded})
@@ -569,8 +571,9 @@ compares the two. What was run on hardware, and what only compiled, is in the RE
 For each architecture: its two formats with their largest numbers, and which ops are native there.
 `convert` is instructions that round to FP8; `mm_*` are torch's `scaled_mm` with one scale per
 tensor, per row, per block of 128 or per MX block of 32; `grouped` is its `scaled_grouped_mm` with
-one scale per row. Where it says `triton`, this library's Triton kernel multiplies instead. The
-rest is emulated, in the same formats and blocks. The alignment, in bytes, is that of N and of the contraction in a native product; other
+one scale per row. Where it says `triton`, this library's Triton kernel multiplies instead, and MX
+blocks on sm_90 in bf16, which holds their values. The rest is emulated, in the same formats and
+blocks. The alignment, in bytes, is that of N and of the contraction in a native product; other
 sizes are padded inside.
 
 `python -m float8 doctor` says the same of the devices of a machine, less what its build of torch

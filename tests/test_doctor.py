@@ -324,12 +324,17 @@ def test_an_assumed_architecture_says_what_it_would_choose() -> None:
         found = doctor.matmuls(cpu, describe("sm_90"), (512, 100, 768))
     chosen = {(entry["recipe"], entry["gemm"]): entry for entry in found}
     assert chosen["blockwise", "wgrad"]["impl"] != "torch"
-    assert chosen["mxfp8", "forward"]["impl"] == "triton"
-    assert not chosen["mxfp8", "forward"]["padded"]  # but for the contraction any size will do
-    assert chosen["mxfp8", "dgrad"]["padded"]
+    assert chosen["mxfp8", "dgrad"]["impl"] == "bf16"
+    assert not chosen["mxfp8", "dgrad"]["padded"]
     assert chosen["tensorwise", "forward"]["shape"] == (512, 100, 768)
     assert chosen["tensorwise", "dgrad"]["shape"] == (512, 768, 100)
     assert chosen["tensorwise", "wgrad"]["shape"] == (100, 768, 512)
+    with assume_device("gfx942"):
+        found = doctor.matmuls(cpu, describe("gfx942"), (512, 100, 768))
+    mx = {entry["gemm"]: entry for entry in found if entry["recipe"] == "mxfp8"}
+    assert mx["forward"]["impl"] == "triton"
+    assert not mx["forward"]["padded"]  # but for the contraction any size will do
+    assert mx["dgrad"]["padded"]
     padded = [chosen["tensorwise", gemm]["padded"] for gemm in ("forward", "dgrad", "wgrad")]
     assert padded == [True, True, False]  # N and the contraction; M is free
 
