@@ -102,14 +102,14 @@ def make_step(
     return training_step(model, compiled(forward) if with_compile else forward, x, g)
 
 
-def near(expected: Outputs, call: Call) -> str | None:
+def near(expected: Outputs, call: Call, floor: float = SQNR_FLOOR) -> str | None:
     """What is too far from bf16's: y, the gradient of x or one of a weight."""
     outputs = call()
     if len(outputs) != len(expected):
         return f"{len(outputs)} outputs, bf16 has {len(expected)}"
     for i, (actual, want) in enumerate(zip(outputs, expected, strict=True)):
-        if not (ratio := sqnr(actual, want)) >= SQNR_FLOOR:
-            return f"output {i} is {ratio:.1f} dB from bf16's, {SQNR_FLOOR} are asked for"
+        if not (ratio := sqnr(actual, want)) >= floor:
+            return f"output {i} is {ratio:.1f} dB from bf16's, {floor} are asked for"
     return None
 
 

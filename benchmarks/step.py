@@ -28,6 +28,7 @@ from .registry import Bench, Call, Contender, Options, Outputs, Shape, compiled,
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, Block, GPTConfig
 
+SQNR_FLOOR = 12.0  # dB; gradients of queries and keys that passed four blocks in e5m2 reach 18
 LEARNING_RATE = 1e-6  # so small that a call finds the weights of the check, however late it comes
 
 
@@ -84,7 +85,8 @@ def convert_peer(name: str, model: GPT) -> None:
 
 def contenders(shape: Shape, options: Options) -> dict[str, Contender]:
     base, tokens, targets = build(shape, options.device)
-    check = partial(near, training_step(copy.deepcopy(base), tokens, targets)())
+    expected = training_step(copy.deepcopy(base), tokens, targets)()
+    check = partial(near, expected, floor=SQNR_FLOOR)
     step = partial(make_step, base, tokens, targets)
 
     found = {"bf16": Contender(partial(step, lambda model: None), check, line=True)}

@@ -232,6 +232,7 @@ def test_layers_are_compared_with_bf16() -> None:
     y = torch.randn(64, 64)
     assert near((y, y), lambda: (y, y + 0.1 * torch.randn(64, 64))) is None
     assert near((y, y), lambda: (y, y + torch.randn(64, 64))) is not None
+    assert near((y,), lambda: (y + 0.1 * torch.randn(64, 64),), floor=25.0) is not None
     assert near((y, y), lambda: (y, y * float("nan"))) is not None
     assert near((y, y), lambda: (y,)) == "1 outputs, bf16 has 2"
 
