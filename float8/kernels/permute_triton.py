@@ -21,15 +21,16 @@ from torch import Tensor
 
 from ..devices import device_profile
 from ..scaling import as_bytes
+from .cast_triton import amax_bits, convert, store_scale, to_magnitude, to_scale
 from .launch import Launch, Matrices, kind, multiprocessors, row_stages, target
 from .quantize import CastPlan
-from .quantize_triton import amax_bits, convert, store_scale, to_magnitude, to_scale
 
 _BLOCK = 256  # pairs that are ranked together: each with each, so no more of them
 _STEP = 1024  # blocks that are added up at once
 _COMPARED = tl.constexpr(32)  # of them at once, or registers would not hold it
 _LONGEST_PADDING = tl.constexpr(128)  # a power of two no less than any alignment
-_SCANNED = tl.constexpr(32)  # entries of source that are looked through at once
+_SCANNED = tl.constexpr(32)  # entries of source whose rows one program zeroes
+_AHEAD = tl.constexpr(16)  # times as many are looked through at once
 
 
 # ---------------------------------------------------------------------------------------- routing
@@ -43,9 +44,9 @@ def experts_of(indices, i, N, E):
 
 
 @triton.jit(do_not_specialize=["N", "blocks"])
-def rank_kernel(indices, rank, counts, N, blocks, E, BLOCK: tl.constexpr, EP: tl.constexpr):
+def rank_kernel(indices, rank, held, N, blocks, E, BLOCK: tl.constexpr, EP: tl.constexpr):
     """Pairs of one block: how many before each are of its expert, to rank [N], and how many each
-    expert has, to counts [E, blocks]."""
+    expert has, to held [E, blocks]."""
     b = tl.program_id(0)
     j = tl.arange(0, BLOCK)
     i = b * BLOCK + j
@@ -57,13 +58,13 @@ def rank_kernel(indices, rank, counts, N, blocks, E, BLOCK: tl.constexpr, EP: tl
         before += tl.sum((equal & (other[None, :] < j[:, None])).to(tl.int32), 1)
     tl.store(rank + i, before, mask=i < N)
     g = tl.arange(0, EP)
-    tl.store(counts + g.to(tl.int64) * blocks + b, tl.histogram(e, EP), mask=g < E)
+    tl.store(held + g.to(tl.int64) * blocks + b, tl.histogram(e, EP), mask=g < E)
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def scan_kernel(counts, totals, blocks, STEP: tl.constexpr):
+def scan_kernel(held, totals, blocks, STEP: tl.constexpr):
     """Counts of one expert to what the blocks before have of it, and their total."""
-    line = counts + tl.program_id(0).to(tl.int64) * blocks
+    line = held + tl.program_id(0).to(tl.int64) * blocks
     before = tl.zeros([], tl.int32)
     for first in range(0, blocks, STEP):
         b = first + tl.arange(0, STEP)
@@ -75,7 +76,7 @@ def scan_kernel(counts, totals, blocks, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "R", "blocks"])
 def place_kernel(
-    indices, position, counts, totals, source, offs, N, R, blocks, E,
+    indices, position, held, totals, source, offs, N, R, blocks, E,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Program p gives the pairs of block p, whose ranks ``position`` holds, their rows, and says
@@ -94,7 +95,7 @@ def place_kernel(
     e = experts_of(indices, i, N, E)
     there = e < E
     row = tl.gather(starts, e, 0) + tl.load(position + i, mask=there, other=0)
-    row += tl.load(counts + e.to(tl.int64) * blocks + p, mask=there, other=0)
+    row += tl.load(held + e.to(tl.int64) * blocks + p, mask=there, other=0)
     tl.store(position + i, tl.where(there, row, -1), mask=i < N)
     tl.store(source + row, i, mask=there)
 
@@ -112,13 +113,13 @@ def launch_route(
     """All outputs of ``route`` for indices [T, k]."""
     pairs, experts, rows = indices.numel(), len(offs), len(source)
     blocks = max(1, triton.cdiv(pairs, _BLOCK))
-    counts = indices.new_empty((experts, blocks), dtype=torch.int32)
+    held = indices.new_empty((experts, blocks), dtype=torch.int32)
     rank, scan, place = _route(experts, align, indices.dtype, indices.device)
     indices = indices.contiguous()
-    rank(indices, position, counts, pairs, blocks, grid=(blocks, 1, 1))
-    scan(counts, totals, blocks, grid=(experts, 1, 1))
+    rank(indices, position, held, pairs, blocks, grid=(blocks, 1, 1))
+    scan(held, totals, blocks, grid=(experts, 1, 1))
     place(
-        indices, position, counts, totals, source, offs, pairs, rows, blocks,
+        indices, position, held, totals, source, offs, pairs, rows, blocks,
         grid=(max(experts, blocks, triton.cdiv(rows, _BLOCK)), 1, 1),
     )  # fmt: skip
 
@@ -141,6 +142,37 @@ def _route(
 
 
 @triton.jit
+def zero_block(
+    rows, scale, source, first, R, H, first_column, scale_r, scale_b,
+    T: tl.constexpr, PER_ROW: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``zero_rows`` of _SCANNED rows."""
+    r = first + tl.arange(0, _SCANNED)
+    nothing = tl.load(source + r, mask=r < R, other=0) < 0
+    if tl.max(nothing.to(tl.int32), 0) > 0:
+        if T is not None:
+            if PER_ROW:
+                s, _, _ = to_scale(tl.zeros([_SCANNED], tl.int32), T)
+                store_scale(scale + r, s, nothing)
+            else:
+                b = first_column // BLOCK + tl.arange(0, BN // BLOCK)
+                s, _, _ = to_scale(tl.zeros([BN // BLOCK, _SCANNED], tl.int32), T)
+                to = r.to(tl.int64)[None, :] * scale_r + b.to(tl.int64)[:, None] * scale_b
+                store_scale(scale + to, s, nothing[None, :] & (b * BLOCK < H)[:, None])
+        c = first_column + tl.arange(0, BN)
+        ROWS: tl.constexpr = 16384 // BN if BN > 512 else 32  # of 64 KB at most at once
+        for few in range(first, first + _SCANNED, ROWS):
+            row = few + tl.arange(0, ROWS)
+            empty = tl.load(source + row, mask=row < R, other=0) < 0
+            tl.store(
+                rows + row.to(tl.int64)[:, None] * H + c[None, :],
+                tl.zeros([ROWS, BN], tl.float32).to(rows.dtype.element_ty),
+                mask=empty[:, None] & (c < H)[None, :],
+                eviction_policy="evict_first",
+            )
+
+
+@triton.jit
 def zero_rows(
     rows, scale, source, R, H, p, programs, first_column, scale_r, scale_b,
     T: tl.constexpr, PER_ROW: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
@@ -148,30 +180,16 @@ def zero_rows(
     """Columns ``first_column`` to BN of the rows that hold nothing, of every block of rows whose
     number is p modulo ``programs``; with T, their scales as of zero blocks: one for a row, PER_ROW,
     or one for BLOCK columns."""
-    ROWS: tl.constexpr = 16384 // BN if BN > 512 else 32  # of 64 KB at most at once
-    c = first_column + tl.arange(0, BN)
-    for first in range(p * _SCANNED, R, programs * _SCANNED):
-        r = first + tl.arange(0, _SCANNED)
-        held = tl.load(source + r, mask=r < R, other=0)
-        if tl.min(held, 0) < 0:
-            if T is not None:
-                if PER_ROW:
-                    s, _, _ = to_scale(tl.zeros([_SCANNED], tl.int32), T)
-                    store_scale(scale + r, s, held < 0)
-                else:
-                    b = first_column // BLOCK + tl.arange(0, BN // BLOCK)
-                    s, _, _ = to_scale(tl.zeros([BN // BLOCK, _SCANNED], tl.int32), T)
-                    to = r.to(tl.int64)[None, :] * scale_r + b.to(tl.int64)[:, None] * scale_b
-                    store_scale(scale + to, s, (held < 0)[None, :] & (b * BLOCK < H)[:, None])
-            for few in range(first, first + _SCANNED, ROWS):
-                row = few + tl.arange(0, ROWS)
-                nothing = tl.load(source + row, mask=row < R, other=0) < 0
-                tl.store(
-                    rows + row.to(tl.int64)[:, None] * H + c[None, :],
-                    tl.zeros([ROWS, BN], tl.float32).to(rows.dtype.element_ty),
-                    mask=nothing[:, None] & (c < H)[None, :],
-                    eviction_policy="evict_first",
-                )
+    step = programs * _SCANNED
+    for first in range(p * _SCANNED, R, step * _AHEAD):
+        ahead = first + tl.arange(0, _AHEAD)[:, None] * step + tl.arange(0, _SCANNED)[None, :]
+        held = tl.load(source + ahead, mask=ahead < R, other=0)
+        if tl.min(tl.min(held, 1), 0) < 0:
+            for block in range(first, tl.minimum(first + step * _AHEAD, R), step):
+                zero_block(
+                    rows, scale, source, block, R, H, first_column, scale_r, scale_b,
+                    T, PER_ROW, BN, BLOCK,
+                )  # fmt: skip
 
 
 @triton.jit
