@@ -24,6 +24,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .cast_triton import (
+    amax_bits,
+    larger,
+    store_row,
+    store_scale,
+    store_tile,
+    to_magnitude,
+    to_scale,
+)
 from .fused import inverse_rms
 from .launch import (
     Launch,
@@ -40,16 +49,7 @@ from .launch import (
     tile_shape,
 )
 from .quantize import CastPlan
-from .quantize_triton import (
-    Columns,
-    amax_bits,
-    larger,
-    store_row,
-    store_scale,
-    store_tile,
-    to_magnitude,
-    to_scale,
-)
+from .quantize_triton import Columns
 
 # 1 / (1 + e^-v) in five instructions, without a branch for any exponent: a quarter is added to a
 # quarter of e^-v, so that nothing overflows before e^-v itself does and the reciprocal is normal.

@@ -1,6 +1,6 @@
 """How kernels are launched: prepared once, with all that stays the same from call to call; the
 memory they write; what they are told of formats and devices; and the constants of
-``quantize_triton.store_tile``, by whichever kernel it is called."""
+``cast_triton.store_tile``, by whichever kernel it is called."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Output(NamedTuple):
 
 
 def kind(layout: CastPlan) -> str:
-    """Which of ``quantize_triton``'s kinds the scales of a layout are; its block is (rows,
+    """Which of ``cast_triton``'s kinds the scales of a layout are; its block is (rows,
     contraction)."""
     rows, inner = layout.block
     if inner == FULL:

@@ -3,7 +3,7 @@ reference, for any offsets that it takes, which stay on the device.
 
 Letters as there. The column layout is cut into tiles of GROUP_ALIGN columns; each is of one group
 or of none, and a program finds which by a scan of the groups' sizes. The rows of no group count as
-another group, G, in the row layout. Kinds of scales are those of ``quantize_triton``.
+another group, G, in the row layout. Kinds of scales are those of ``cast_triton``.
 
 Scales of a whole group take a pass of their own: programs walk equal shares of x's rows, and
 program p keeps what it saw of group g in row p + g of a table of partial maxima. Both only rise
@@ -20,10 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..scaling import FULL, as_bytes
-from .launch import Launch, Matrices, kind, multiprocessors, row_stages, runs_ptx, target
-from .quantize import CastPlan
-from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
-from .quantize_triton import (
+from .cast_triton import (
     amax_bits,
     larger,
     load_four,
@@ -33,6 +30,9 @@ from .quantize_triton import (
     to_magnitude,
     to_scale,
 )
+from .launch import Launch, Matrices, kind, multiprocessors, row_stages, runs_ptx, target
+from .quantize import CastPlan
+from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
 
 Parts = tuple[Tensor, Tensor]  # data and scale of the rows
 Columns = tuple[Tensor, Tensor, Tensor]  # data_t, scale_t, offs_t
