@@ -455,6 +455,8 @@ def test_what_is_no_expert_is_none_for_kernels(wrong: int) -> None:
         ops.route(indices, 5, 16)
 
 
+needs_interpreter = pytest.mark.skipif(GPU, reason="constants of compiled kernels stay")
+
 # T, k, E, H, alignment
 SHAPES = [
     (1, 1, 1, 1, 1),
@@ -507,6 +509,27 @@ def test_kernels_give_the_bytes_of_the_references(shape: tuple[int, ...]) -> Non
     assert relative_error(got[1], expected[1]) < 1e-5
     alone = launched_backward(arguments[0], None, *where, weights.to(DEVICE))
     assert_same_bytes(alone[0], expected[0])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("block", [None, (1, FULL), (1, 32)], ids=str)
+def test_padding_is_found_in_any_number_of_steps(
+    block: Block | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block of rows is looked through at once, and there are more than programs."""
+    import triton.language as tl
+
+    monkeypatch.setattr(kernels(), "_AHEAD", tl.constexpr(1))
+    monkeypatch.setattr(kernels(), "multiprocessors", lambda x: 1)
+    kernels()._permute.cache_clear()
+    position, source, *_ = rows_of(torch.tensor([[3], [5], [-1]]), 6, 128)
+    x, cast = torch.randn(3, 40), None
+    expected: tuple[Tensor, ...] = (reference.permute(x, position, source),)
+    if block is not None:
+        cast = CastPlan(block, E4M3FN.dtype, "fp32")
+        expected = reference.permute_quantize(x, position, source, *cast)
+    assert_same(launched_permute(x, position, source, cast), expected)
+    kernels()._permute.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # Inf * 0 in numpy

@@ -192,14 +192,6 @@ def zero_rows(
                 )  # fmt: skip
 
 
-@triton.jit
-def load_all(pointer, COUNT: tl.constexpr):
-    values = ()
-    for j in tl.static_range(COUNT):
-        values = values + (tl.load(pointer + j),)  # type: ignore # noqa: RUF005 (it has no star)
-    return values
-
-
 # Tokens and rows differ from step to step, and what route gives may be a part of a table: no
 # variant of a kernel is made for multiples of 16.
 @triton.jit(do_not_specialize=["position", "source", "N", "R", "scale_r", "scale_b"])
@@ -218,7 +210,6 @@ def permute_kernel(
     b = left // BLOCK + tl.arange(0, BN // BLOCK)
     for t in tl.range(p, N, programs, num_stages=STAGES):
         token = tl.cast(t, tl.int64)
-        to = load_all(position + token * K, K)  # before stores, for which loads would wait
         v = tl.load(x + token * stride_t + c, mask=inside, other=0.0)
         if T is None:
             q = v
@@ -233,8 +224,9 @@ def permute_kernel(
                 q = tl.reshape(tl.where(live[:, None] != 0, w * inverse[:, None], 0.0), [BN])
             q = convert(q, T)
         for j in tl.static_range(K):
-            there = (to[j] >= 0) & (to[j] < R)
-            row = to[j].to(tl.int64)
+            to = tl.load(position + token * K + j)
+            there = (to >= 0) & (to < R)
+            row = to.to(tl.int64)
             tl.store(rows + row * H + c, q, mask=inside & there, eviction_policy="evict_first")
             if T is not None:
                 if PER_ROW:
