@@ -21,12 +21,12 @@ from .casts import SCALINGS, cast_bytes, contenders, eager_cast, random_input, t
 from .registry import Bench, Contender, Options, Outputs, Shape, named_shapes
 
 
-def group_ends(tokens: int, groups: int) -> Tensor:
+def group_ends(tokens: int, groups: int, align: int = 128) -> Tensor:
     """Where ragged groups end, two of them empty. Sizes are multiples of 128: torchao does not pad
     groups to what a product needs, and so has the same columns to write."""
     share = torch.rand(groups)
     share[[1, groups // 2]] = 0
-    return (share.cumsum(0) / share.sum() * (tokens // 128)).round().to(torch.int32) * 128
+    return (share.cumsum(0) / share.sum() * (tokens // align)).round().to(torch.int32) * align
 
 
 def eager_grouped(x: Tensor, sizes: list[int], name: str, dual: bool, fmt: Float8Format) -> Outputs:
