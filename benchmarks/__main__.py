@@ -19,11 +19,23 @@ import torch
 
 from float8.recipe import RECIPES
 
-from . import casts, experts, fused, gemm, grouped, layers, permute, report, runner, step
+from . import (
+    casts,
+    experts,
+    fused,
+    gemm,
+    grouped,
+    grouped_gemm,
+    layers,
+    permute,
+    report,
+    runner,
+    step,
+)
 from .registry import Bench, Options, chosen, shapes_of
 
 PLOTS = (".png", ".pdf", ".svg")
-GROUPS = (casts, grouped, permute, fused, gemm, layers, experts, step)
+GROUPS = (casts, grouped, permute, fused, gemm, grouped_gemm, layers, experts, step)
 BENCHES: list[Bench] = [bench for group in GROUPS for bench in group.BENCHES]
 
 
