@@ -26,6 +26,7 @@ from .linear import Float8Linear as Float8Linear
 from .linear import linear as linear
 from .mlp import SwiGLU as SwiGLU
 from .mlp import swiglu_mlp as swiglu_mlp
+from .moe import MoE as MoE
 from .permute import Routing as Routing
 from .permute import permute as permute
 from .permute import route as route

@@ -1,0 +1,240 @@
+"""A mixture-of-experts layer: a router in high precision, SwiGLU experts as one call, and how
+evenly they are used. ``float8.convert`` finds its experts like any others.
+
+    scores = softmax(x @ router.T) or sigmoid(x @ router.T)
+    y[t] = sum over the k best experts e of weights[t, e] * expert_e(x[t]), plus shared(x[t])
+
+Shape letters: T tokens (all leading dimensions folded), k experts for each, E experts, D model
+width, F hidden width, R rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .experts import _swiglu_experts
+from .grouped import grouped_mm, grouped_operand, grouped_plans, plain
+from .linear import Cached, fold, unfold
+from .mlp import silu_times
+from .permute import permute, route, unpermute
+from .recipe import Recipe
+from .weight import Float8Weight, cached_copies, note
+
+HIGH_PRECISION = Recipe("high precision", None, None, None)
+
+
+class Router(nn.Module):
+    """Which experts a token goes to, and with what weights, in float32 whatever autocast says.
+
+    Args:
+        dim, experts, top_k: D, E and k.
+        score: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3, arXiv 2412.19437).
+
+    The weights of a token are its k best scores, made to sum to 1 where there are several. (A
+    single one would be 1 whatever the router says, which could then learn nothing.)
+
+    Raises:
+        ValueError: there are fewer than k experts, or ``score`` is unknown.
+    """
+
+    weight: nn.Parameter  # [E, D]
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        top_k: int,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k={top_k} of {experts} experts; it must be 1 to {experts}")
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score={score!r} must be 'softmax' or 'sigmoid'")
+        self.top_k, self.score = top_k, score
+        self.weight = nn.Parameter(torch.empty(experts, dim, device=device, dtype=dtype))
+        _init_uniform(self.weight)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, float32 [T, k]; experts, int64 [T, k]; probabilities, float32 [T, E]."""
+        device_type = "cpu" if x_TD.is_meta else x_TD.device.type  # "meta" has no autocast
+        with torch.autocast(device_type, enabled=False):
+            logits = F.linear(x_TD.to(torch.float32), self.weight.to(torch.float32))
+        if self.score == "softmax":
+            scores = probabilities = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        weights, chosen = scores.topk(self.top_k, -1)
+        if self.top_k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen, probabilities
+
+    def extra_repr(self) -> str:
+        experts, dim = self.weight.shape
+        return f"{dim}, {experts} experts, top_k={self.top_k}, score={self.score}"
+
+
+class Experts(nn.Module):
+    """E SwiGLU layers without bias, stacked: ``down_proj(silu(gate_proj(x)) * up_proj(x))`` of the
+    rows of each.
+
+    Its parameters are gate_proj and up_proj [E, F, D] and down_proj [E, D, F]. ``float8.convert``
+    makes Float8Weights of them, which run as one ``float8.swiglu_experts``; without it they
+    multiply in high precision.
+    """
+
+    gate_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        into, out = (experts, hidden, dim), (experts, dim, hidden)
+        for name, shape in (("gate_proj", into), ("up_proj", into), ("down_proj", out)):
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            )
+            _init_uniform(getattr(self, name))
+
+    def forward(self, x_RD: Tensor, offs: Tensor) -> Tensor:
+        """x [R, D], rows sorted by expert; offs int32 [E], where each expert's rows end."""
+        weights = self.down_proj, self.gate_proj, self.up_proj
+        recipes = [w.recipe if isinstance(w, Float8Weight) else HIGH_PRECISION for w in weights]
+        if any(recipe != recipes[0] for recipe in recipes):  # as a recipe map may say
+            gate, up = (_product(x_RD, w, offs) for w in weights[1:])
+            return _product(silu_times(gate, up), self.down_proj, offs)
+        plans = grouped_plans(recipes[0], x_RD.device)
+        copies: list[Cached] = []
+        for w in weights:
+            if isinstance(w, Float8Weight):
+                note(w, plans)
+            copies.append(cached_copies(w) if isinstance(w, Float8Weight) else (None, None))
+        stacks = [plain(w).mT for w in weights]
+        return _swiglu_experts(x_RD, stacks, offs, recipes[0], plans, copies)
+
+    def extra_repr(self) -> str:
+        experts, hidden, dim = self.gate_proj.shape
+        return f"{experts} experts, {dim}, {hidden}"
+
+
+def _product(x: Tensor, w_ENK: Tensor, offs: Tensor) -> Tensor:
+    if isinstance(w_ENK, Float8Weight):
+        y: Tensor = torch._grouped_mm(x, w_ENK.mT, offs=offs)  # by its own recipe
+        return y
+    return grouped_mm(x, w_ENK.mT, offs, recipe=HIGH_PRECISION)
+
+
+class SharedExpert(nn.Module):
+    """The SwiGLU layer that every token goes through; ``float8.convert`` makes it one call."""
+
+    float8_swiglu = ("gate_proj", "up_proj", "down_proj")
+
+    def __init__(
+        self, dim: int, hidden: int, *, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden, False, device, dtype)
+        self.up_proj = nn.Linear(dim, hidden, False, device, dtype)
+        self.down_proj = nn.Linear(hidden, dim, False, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(silu_times(self.gate_proj(x), self.up_proj(x)))
+        return y
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer, whose forward gives its output and how the experts were used.
+
+        moe = float8.MoE(1024, 2048, experts=64, top_k=8, shared_hidden=2048)
+        float8.convert(model)               # experts and shared expert; the router stays as it is
+        y, balance, counts = moe(x)         # loss = ... + 0.01 * balance
+
+    No token is dropped, experts have no capacity, and no size waits for the device: one graph
+    serves all routings. A layer keeps no statistics: recomputed under activation checkpointing, it
+    counts nothing twice.
+
+    Args:
+        dim, hidden: D and F.
+        experts, top_k: E and k.
+        shared_hidden: hidden width of an expert for all tokens; 0 for none.
+        score: as of ``Router``.
+        device, dtype: of the parameters, as ``nn.Linear`` takes them.
+
+    Raises:
+        ValueError: as ``Router``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        experts: int,
+        top_k: int,
+        shared_hidden: int = 0,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        place: Any = {"device": device, "dtype": dtype}
+        self.router = Router(dim, experts, top_k, score, **place)
+        self.experts = Experts(dim, hidden, experts, **place)
+        self.shared = SharedExpert(dim, shared_hidden, **place) if shared_hidden else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., D] to
+
+        y: [..., D], of x's dtype or autocast's.
+        balance: ``balance_loss`` of this batch, float32 [].
+        counts: the tokens of each expert, int32 [E]; their sum is T * k.
+        """
+        x_TD = fold(x)
+        weights, chosen, probabilities = self.router(x_TD)
+        x_TD = grouped_operand(x_TD, self.experts.gate_proj)
+        routing = route(chosen, self.router.weight.shape[0])
+        y_RD = self.experts(permute(x_TD, routing), routing.offs)
+        y_TD = unpermute(y_RD, routing, weights)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return unfold(y_TD, x), balance_loss(probabilities, routing.counts), routing.counts
+
+
+def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """The auxiliary loss of Switch Transformers (arXiv 2101.03961, equation 4): E times the sum
+    over experts of their share of tokens times their mean probability. 1 where all experts get as
+    many, E where one gets all; its gradient flows to the router.
+
+    Args:
+        probabilities: float32 [T, E], of each token over all experts.
+        counts: int32 [E], the tokens of each expert.
+
+    Returns: float32 []; 0 of no tokens.
+    """
+    tokens, experts = probabilities.shape
+    share = counts.to(torch.float32) / counts.sum().clamp(min=1)
+    mean = probabilities.sum(0) / torch.sym_max(tokens, 1)
+    loss: Tensor = experts * (share * mean).sum()
+    return loss
+
+
+@torch.no_grad()
+def _init_uniform(weight: Tensor) -> None:
+    """As nn.Linear has it: the variance of what comes out is a third of that of what goes in."""
+    weight.uniform_(-(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
