@@ -600,6 +600,33 @@ def test_rows_that_are_far_apart_or_the_same(tmp_path: Path) -> None:
         assert relative_error(got[1], expected[1]) < 1e-5
 
 
+def test_tensors_may_start_anywhere() -> None:
+    """Off 16 bytes after others that start on them, and the other way round: what is prepared of a
+    kernel holds for one of them."""
+
+    def moved(t: Tensor, off: bool) -> Tensor:
+        return torch.cat([t.new_zeros(int(off)), t.flatten()])[int(off) :].view(t.shape)
+
+    indices, experts = ROUTINGS["eight of nine"]
+    routed = rows_of(indices, experts, 1)
+    x, y = torch.randn(7, 64).bfloat16(), torch.randn(len(routed[1]), 64).bfloat16()
+    weights, cast = torch.rand(7, 8), CastPlan((1, 32), E4M3FN.dtype, "fp32")
+    position, source, *_ = routed
+    expected = reference.unpermute_backward(x, y, position, source, weights)[0]
+    for offs in ((False, False), (True, False), (False, True), (True, True), (False, False)):
+        a, b = moved(x.to(DEVICE), offs[0]), moved(y.to(DEVICE), offs[1])
+        where = [moved(t.to(DEVICE), offs[0]) for t in (position, source, weights)]
+        given = moved(indices.to(DEVICE, torch.int32), offs[0])
+        assert_same(launched_route(given, experts, 1), routed)
+        assert_same(
+            launched_permute(a, *where[:2], cast),
+            reference.permute_quantize(x, position, source, *cast),
+        )
+        out = launched_unpermute(b, where[0], where[2])
+        assert_same_bytes(out, reference.unpermute(y, position, weights))
+        assert_same_bytes(launched_backward(a, b, *where)[0], expected)
+
+
 def test_routing_may_be_a_view() -> None:
     indices, experts = ROUTINGS["dropped"]
     position, source, *_ = on_device(rows_of(indices, experts))

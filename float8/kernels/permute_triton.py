@@ -43,7 +43,7 @@ def experts_of(indices, i, N, E):
     return tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["N", "blocks"])
+@triton.jit(do_not_specialize=["indices", "N", "blocks"])
 def rank_kernel(indices, rank, held, N, blocks, E, BLOCK: tl.constexpr, EP: tl.constexpr):
     """Pairs of one block: how many before each are of its expert, to rank [N], and how many each
     expert has, to held [E, blocks]."""
@@ -74,7 +74,7 @@ def scan_kernel(held, totals, blocks, STEP: tl.constexpr):
     tl.store(totals + tl.program_id(0), before)
 
 
-@triton.jit(do_not_specialize=["N", "R", "blocks"])
+@triton.jit(do_not_specialize=["indices", "N", "R", "blocks"])
 def place_kernel(
     indices, position, held, totals, source, offs, N, R, blocks, E,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr, EP: tl.constexpr,
@@ -408,7 +408,7 @@ def launch_unpermute_backward(
     """Both gradients, or that of y alone if there is no y; not empty."""
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     y = y if y is None or y.stride(1) == 1 else y.contiguous()
-    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (grad, y))
+    aligned = grad.data_ptr() % 16 == 0, y is None or y.data_ptr() % 16 == 0
     launch = _unpermute_backward(
         grad.shape[1], grad.stride(0), None if y is None else y.stride(0), grad.dtype, grad.device,
         aligned, position.shape[1], weights.dtype,
@@ -426,7 +426,7 @@ def _unpermute_backward(
     stride_y: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    aligned: bool,
+    aligned: tuple[bool, bool],
     k: int,
     of_weights: torch.dtype,
 ) -> Launch:
