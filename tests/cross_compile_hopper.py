@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from float8.formats import E4M3FN, E5M2
-from float8.kernels.grouped_hopper import grouped_mm_hopper, grouped_wgrad_hopper
+from float8.kernels.grouped_hopper import multiply_columns, multiply_rows
 from float8.kernels.matmul_hopper import BLOCKS, scaled_mm_hopper
 from float8.scaling import FULL, scale_layout, scale_shape
 
@@ -133,10 +133,10 @@ def main(cases: list[tuple[Any, ...]]) -> None:
         offs, out_dtype = new(count, dtype=torch.int32), FLOAT[output]
         launches.clear()
         if groups == "rows":
-            grouped_mm_hopper(a, b, *scales, offs, *blocks, out_dtype, fast)
+            multiply_rows(a, b, *scales, offs, *blocks, out_dtype, fast)
         elif groups == "columns":
             out = new(count, m, n, dtype=out_dtype) if accumulate else None
-            grouped_wgrad_hopper(a, b, *scales, offs, *blocks, out_dtype, fast, out)
+            multiply_columns(a, b, *scales, offs, *blocks, out_dtype, fast, out)
         else:
             scaled_mm_hopper(
                 a, b, *scales, mode, out_dtype, fast,

@@ -1,4 +1,5 @@
-"""Compile the kernel of the matrix product for a GPU that is not here; print what the code shows.
+"""Compile the kernel of the matrix product, and of those of groups, for a GPU that is not here;
+print what the code shows.
 
     python tests/cross_compile_matmul.py sm_90 gfx942
 
@@ -24,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from float8.devices import describe
 from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FORMATS
-from float8.kernels import matmul_triton
+from float8.kernels import grouped_triton, matmul_triton
 from float8.scaling import FULL, scale_shape
 
 POINTERS = {
@@ -32,8 +33,10 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.uint8: "*u8",
+    torch.int32: "*i32",
 } | {f.dtype: f"*{f.triton.replace('float8e', 'fp8e')}" for f in FORMATS if f.kind != "e8m0"}
-# blocks of a and b, dtype of the scales, whether sums may stay in the tensor cores, dtype out
+# blocks of a and b, dtype of the scales, whether sums may stay in the tensor cores, dtype out, and
+# what groups are of
 MODES: dict[str, tuple[Any, ...]] = {
     "tensor fast": ((FULL, FULL), (FULL, FULL), torch.float32, True, torch.bfloat16),
     "row fast": ((1, FULL), (FULL, 1), torch.float32, True, torch.float32),
@@ -42,6 +45,14 @@ MODES: dict[str, tuple[Any, ...]] = {
     "1x128 x 1x128": ((1, 128), (128, 1), torch.float32, False, torch.float32),
     "any strides": ((1, FULL), (FULL, 1), torch.float32, False, torch.bfloat16),
     "mx": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16),
+    "row, groups": ((1, FULL), (FULL, 1), torch.float32, False, torch.bfloat16, "rows"),
+    "row fast, groups": ((1, FULL), (FULL, 1), torch.float32, True, torch.bfloat16, "rows"),
+    "1x128, groups": ((1, 128), (128, 128), torch.float32, False, torch.bfloat16, "rows"),
+    "mx, groups": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16, "rows"),
+    "row, columns": ((1, FULL), (FULL, 1), torch.float32, False, torch.float32, "columns"),
+    "row fast, columns": ((1, FULL), (FULL, 1), torch.float32, True, torch.bfloat16, "columns"),
+    "1x128, columns": ((1, 128), (128, 1), torch.float32, False, torch.bfloat16, "columns"),
+    "mx, columns": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16, "columns"),
 }
 
 
@@ -58,7 +69,8 @@ def compiled(launch: tuple[Any, Any, Any], target: GPUTarget) -> Any:
             signature[parameter.name] = f"tensordesc<{element}{value.block_shape}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            if kept:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         elif parameter.is_constexpr or value is None or (value == 1 and kept):
             signature[parameter.name], constants[(i,)] = "constexpr", value
         else:
@@ -116,26 +128,40 @@ def main(targets: list[str]) -> None:
     for name in targets:
         profile = describe(name)
         matmul_triton.device_profile = lambda device, profile=profile: profile
+        grouped_triton.device_profile = matmul_triton.device_profile
         e4m3, e5m2 = (E4M3FNUZ, E5M2FNUZ) if profile.flavour == "fnuz" else (E4M3FN, E5M2)
         target = (
             GPUTarget("cuda", int(name[3:]), 32)
             if profile.vendor == "nvidia"
             else GPUTarget("hip", name, profile.wavefront)
         )
-        for mode, (block_a, block_b, scales, fast_accum, out_dtype) in MODES.items():
-            m, k, n = 1000, 4112 if mode == "any strides" else 4096, 2048
-            a = torch.empty(m, k, dtype=e4m3.dtype, device="meta")
-            b = torch.empty(n, k, dtype=e5m2.dtype if mode == "row" else e4m3.dtype, device="meta")
+        for mode, (block_a, block_b, scales, fast_accum, out_dtype, *groups) in MODES.items():
+            m, k, n, count = 1000, 4112 if mode == "any strides" else 4096, 2048, 8
+            new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
+            a = new(m, k, dtype=e4m3.dtype)
+            b = new(n, k, dtype=e5m2.dtype if mode == "row" else e4m3.dtype)
             scale_a, scale_b = (
-                torch.empty(scale_shape(shape, block), dtype=scales, device="meta")
+                new(*scale_shape(shape, block), dtype=scales)
                 for shape, block in (((m, k), block_a), ((k, n), block_b))
             )
             if mode == "any strides":
-                b = torch.empty(k, n, dtype=e4m3.dtype, device="meta").t()
+                b = new(k, n, dtype=e4m3.dtype).t()
+            offs, last = new(count, dtype=torch.int32), (out_dtype, fast_accum)
             launches.clear()
-            matmul_triton.multiply(
-                a, b.t(), scale_a, scale_b, block_a, block_b, out_dtype, fast_accum
-            )
+            if groups == ["rows"]:
+                stack, lead = b.expand(count, n, k).contiguous(), (count, -1, -1)
+                blocks = block_a, (1, *block_b[::-1])
+                grouped_triton.multiply_rows(
+                    a, stack, scale_a, scale_b.t().expand(lead), offs, *blocks, *last
+                )
+            elif groups == ["columns"]:
+                scale_b = scale_b.t()
+                if block_a[1] == FULL:
+                    scale_a, scale_b = (s.t().expand(count, -1) for s in (scale_a, scale_b))
+                blocks = block_a, block_b[::-1]
+                grouped_triton.multiply_columns(a, b, scale_a, scale_b, offs, *blocks, *last)
+            else:
+                matmul_triton.multiply(a, b.t(), scale_a, scale_b, block_a, block_b, *last)
             shown = facts(compiled(launches[0], target))
             print(json.dumps({"target": name, "mode": mode, **shown}), flush=True)
 

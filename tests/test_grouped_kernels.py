@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,29 +19,31 @@ from test_grouped import CASES, draw, ends, spans
 from torch import Tensor
 
 import float8
-from float8 import E4M3FN, E5M2, FULL, Float8Format
+from float8 import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FULL, Float8Format
 from float8.devices import describe
 from float8.kernels import grouped
 from float8.kernels.matmul import Operand
 from float8.kernels.quantize_grouped import padded_tokens
-from float8.scaling import Block, num_blocks, scale_layout, scale_shape
-from float8.testing import assert_same_bytes, deterministic, relative_error
+from float8.scaling import Block, decode_scale, num_blocks, scale_layout, scale_shape
+from float8.testing import assert_same_bytes, deterministic, needs, relative_error
 
 pytest.importorskip("triton.experimental.gluon")
 from gluon_emulator import emulated
 from test_matmul_hopper import HOPPER
+from test_matmul_triton import NUMPY, exact_interpreter  # noqa: F401  (a fixture)
 
-from float8.kernels import matmul_hopper_triton
-from float8.kernels.grouped_hopper import grouped_mm_hopper, grouped_wgrad_hopper
+from float8.kernels import grouped_hopper, grouped_triton, matmul_hopper_triton
 
+pytestmark = NUMPY
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Mode(NamedTuple):
-    """Blocks (rows, contraction) of a and of b."""
+    """Blocks (rows, contraction) of a and of b, and the scales'."""
 
     a: Block
     b: Block
+    e8m0: bool = False
 
 
 ROWS = {
@@ -58,6 +61,9 @@ COLUMNS = {
     "1x128 x 128x128": ROWS["1x128 x 128x128"],
     "128x128 x 1x128": Mode((128, 128), (1, 128)),
 }
+# What the Triton kernel takes besides.
+MORE_ROWS = {"mx": Mode((1, 32), (1, 32), True), "1x64 x 3x64": Mode((1, 64), (3, 64))}
+MORE_COLUMNS = {"mx": MORE_ROWS["mx"], "3x64 x 16x64": Mode((3, 64), (16, 64), True)}
 
 
 class Problem(NamedTuple):
@@ -80,14 +86,17 @@ def data(shape: tuple[int, ...], fmt: Float8Format) -> Tensor:
     return (torch.randn(shape) * fmt.max / 8).clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
-def scale(shape: tuple[int, ...], fmt: Float8Format) -> Tensor:
+def scale(shape: tuple[int, ...], fmt: Float8Format, mode: Mode) -> Tensor:
     """Over three decades."""
+    if mode.e8m0:
+        codes = torch.randint(-8, 3, shape) - fmt.max_exponent + 127
+        return codes.to(torch.uint8).view(E8M0.dtype)
     return torch.exp2(torch.rand(shape) * 10 - 8 - fmt.max_exponent)
 
 
 def poison(x: Tensor, at: Any) -> None:
     if x.dtype.itemsize == 1:
-        x.view(torch.uint8)[at] = 0xFF  # NaN in every format
+        x.view(torch.uint8)[at] = 0x80 if "fnuz" in str(x.dtype) else 0xFF
     else:
         x[at] = torch.nan
 
@@ -106,9 +115,9 @@ def rows(
 ) -> Problem:
     t, g = sum(sizes) + rest, len(sizes)
     a, b = data((t, k), formats[0]), data((g, n, k), formats[1])
-    scale_a = scale_layout(scale(scale_shape((t, k), mode.a), formats[0]), mode.a)
+    scale_a = scale_layout(scale(scale_shape((t, k), mode.a), formats[0], mode), mode.a)
     block = (1, *mode.b)
-    scale_b = scale_layout(scale(scale_shape((g, n, k), block), formats[1]), block)
+    scale_b = scale_layout(scale(scale_shape((g, n, k), block), formats[1], mode), block)
     for x, block in ((a, (1, 1)), (scale_a, mode.a)):
         if block[0] == 1:
             poison(x, slice(sum(sizes), None))
@@ -138,10 +147,10 @@ def columns(
             x.view(torch.uint8)[:, start + size : end] = 0
         poison(x, (slice(None), slice(sum(widths), None)))
         if block[1] == FULL:
-            s = scale((len(sizes), lines), fmt)
+            s = scale((len(sizes), lines), fmt, mode)
             poison(s, [i for i, size in enumerate(sizes) if size == 0])
         else:
-            s = scale_layout(scale((lines, p // block[1]), fmt), block)
+            s = scale_layout(scale((lines, p // block[1]), fmt, mode), block)
             poison(s, (slice(None), slice(sum(widths) // block[1], None)))
         parts.append((x.to(device), s.to(device)))
     (a, scale_a), (b, scale_b) = parts
@@ -150,7 +159,7 @@ def columns(
 
 def values(x: Tensor, s: Tensor, block: Block) -> Tensor:
     """An operand in float64: element i has the scale of block i // size."""
-    s = s.double()
+    s = decode_scale(s).double()
     for dim, (n, size) in enumerate(zip(x.shape, block, strict=True)):
         index = torch.arange(n, device=x.device)
         s = s.index_select(dim, torch.zeros_like(index) if size == FULL else index // size)
@@ -178,7 +187,7 @@ def groups(x: Problem) -> list[tuple[Tensor, Tensor]]:
 
 def through_op(x: Problem, out_dtype: torch.dtype, impl: str, fast: bool = False) -> Tensor:
     if x.columns:
-        return float8.ops.grouped_wgrad(*x[:5], *x.mode, out_dtype, fast, impl)
+        return float8.ops.grouped_wgrad(*x[:5], *x.mode[:2], out_dtype, fast, impl)
     last = (x.offs, x.mode.a, (1, *x.mode.b[::-1]), out_dtype, fast, impl)
     return float8.ops.grouped_mm(x.a, x.b.mT, x.scale_a, x.scale_b.mT, *last)
 
@@ -186,6 +195,7 @@ def through_op(x: Problem, out_dtype: torch.dtype, impl: str, fast: bool = False
 class Kernel(NamedTuple):
     name: str
     device: str
+    arch: str = "sm_90"  # that the CPU is
 
     def __call__(
         self,
@@ -195,23 +205,55 @@ class Kernel(NamedTuple):
         seed: int = 0,
         out: Tensor | None = None,
     ) -> Tensor:
-        mode = x.mode if x.columns else (x.mode.a, (1, *x.mode.b))
-        args = (*x[:5], *mode, out_dtype, fast)
-        run = grouped_wgrad_hopper if x.columns else grouped_mm_hopper
-        if x.columns and out is not None:
-            args = (*args, out)
+        mode = x.mode[:2] if x.columns else (x.mode.a, (1, *x.mode.b))
+        args = (*x[:5], *mode, out_dtype, fast, *(() if out is None else (out,)))
+        module = grouped_hopper if self.name == "hopper" else grouped_triton
+        run = module.multiply_columns if x.columns else module.multiply_rows
+        profile = describe(self.arch)
         with deterministic():  # an output that nobody wrote is NaN
             if 0 in (*x.a.shape, *x.b.shape):
                 return through_op(x, out_dtype, self.name)
             if self.device == "cuda":
                 return run(*args)
+            if self.name == "triton":
+                with mock.patch.object(grouped_triton, "device_profile", lambda device: profile):
+                    return run(*args)
             with emulated(matmul_hopper_triton, "matmul_kernel", seed):
                 return run(*args)
+
+    def formats(self, *formats: Float8Format) -> tuple[Float8Format, ...]:
+        """These, in the flavour of the device."""
+        fnuz = {E4M3FN: E4M3FNUZ, E5M2: E5M2FNUZ}
+        profile = float8.device_profile("cuda") if self.device == "cuda" else describe(self.arch)
+        return tuple(fnuz[f] for f in formats) if profile.flavour == "fnuz" else formats
+
+    def rows(self, *args: Any, formats: tuple[Float8Format, ...] = FORMATS) -> Problem:
+        return rows(*args, self.device, self.formats(*formats))
+
+    def columns(self, *args: Any, formats: tuple[Float8Format, ...] = FORMATS) -> Problem:
+        return columns(*args, self.device, self.formats(*formats))
+
+    def modes(self, columns: bool = False) -> list[Mode]:
+        more = MORE_COLUMNS if columns else MORE_ROWS
+        return [
+            *(COLUMNS if columns else ROWS).values(),
+            *(more.values() if self.name == "triton" else ()),
+        ]
 
 
 KERNELS = [
     pytest.param(Kernel("hopper", "cpu"), id="hopper-cpu"),
     pytest.param(Kernel("hopper", "cuda"), id="hopper-cuda", marks=HOPPER),
+    # By descriptors, promoted; by pointers, in FNUZ; with scales in the matrix instructions.
+    *(
+        pytest.param(
+            Kernel("triton", "cpu", arch),
+            id=f"triton-{arch}",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter"),
+        )
+        for arch in ("sm_90", "gfx942", "sm_100")
+    ),
+    pytest.param(Kernel("triton", "cuda"), id="triton-cuda", marks=needs("fp8")),
 ]
 each = pytest.mark.parametrize("kernel", KERNELS)
 each_rows = pytest.mark.parametrize("mode", ROWS.values(), ids=list(ROWS))
@@ -253,11 +295,13 @@ OUTPUTS = ((BF16, (E4M3FN, E4M3FN)), (FP32, (E5M2, E4M3FN)), (FP16, (E4M3FN, E5M
 SIZES = (48, 128, 300, 16, 257, 520)  # of which not all lie on 16 bytes in the output
 
 
-def combinations(modes: dict[str, Mode], case: int, kernel: Kernel) -> list[tuple[int, Mode]]:
-    """On a CPU two modes for each case, which differ from case to case."""
-    chosen = list(enumerate(modes.values()))
+def combinations(modes: list[Mode], case: int, kernel: Kernel) -> list[tuple[int, Mode]]:
+    """On a CPU one mode or two for each case, which differ from case to case."""
+    chosen = list(enumerate(modes))
     if kernel.device == "cuda":
         return chosen
+    if kernel.name == "triton":  # whose interpreter takes 10 ms a tile
+        return [chosen[(case + len(kernel.arch)) % len(chosen)]]
     return [chosen[(2 * case + i) % len(chosen)] for i in range(2)]
 
 
@@ -265,10 +309,10 @@ def combinations(modes: dict[str, Mode], case: int, kernel: Kernel) -> list[tupl
 @pytest.mark.parametrize("case", range(len(CASES)), ids=list(CASES))
 def test_groups_of_rows(case: int, kernel: Kernel) -> None:
     sizes, rest = list(CASES.values())[case]
-    for i, mode in combinations(ROWS, case, kernel):
+    for i, mode in combinations(kernel.modes(), case, kernel):
         out_dtype, formats = OUTPUTS[(case + i) % 3]
         n, k = SIZES[(case + i) % 6], (64, 144, 320)[i % 3]
-        x = rows(sizes, rest, n, k, mode, kernel.device, formats)
+        x = kernel.rows(sizes, rest, n, k, mode, formats=formats)
         fast = i % 2 == 0
         out = kernel(x, out_dtype, fast, seed=case)
         assert out.shape == (sum(sizes) + rest, n)
@@ -281,12 +325,12 @@ def test_groups_of_rows(case: int, kernel: Kernel) -> None:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=list(CASES))
 def test_groups_of_columns(case: int, kernel: Kernel) -> None:
     sizes, rest = list(CASES.values())[case]
-    for i, mode in combinations(COLUMNS, case, kernel):
+    for i, mode in combinations(kernel.modes(columns=True), case, kernel):
         out_dtype, formats = OUTPUTS[(case + i) % 3]
         m, n = SIZES[(case + i + 1) % 6], SIZES[(case + i) % 6]
         if kernel.device == "cpu" and len(sizes) > 12:
             m, n = 48, 16
-        x = columns(sizes, rest, m, n, mode, kernel.device, formats)
+        x = kernel.columns(sizes, rest, m, n, mode, formats=formats)
         fast = i % 2 == 0
         out = kernel(x, out_dtype, fast, seed=case)
         assert out.shape == (len(sizes), m, n)
@@ -302,12 +346,12 @@ def test_many_groups_at_random(kernel: Kernel, align: int) -> None:
     if kernel.device == "cpu":
         pytest.skip("too much for a CPU")
     rng = random.Random(align)
-    for mode in ROWS.values():
-        x = rows(draw(rng, 16, align, 300), 5, 768, 400, mode, kernel.device)
+    for mode in kernel.modes():
+        x = kernel.rows(draw(rng, 16, align, 300), 5, 768, 400, mode)
         for fast in (False, True):
             assert_products(kernel(x, BF16, fast), x, fast)
-    for mode in COLUMNS.values():
-        x = columns(draw(rng, 16, align, 300), 5, 520, 768, mode, kernel.device)
+    for mode in kernel.modes(columns=True):
+        x = kernel.columns(draw(rng, 16, align, 300), 5, 520, 768, mode)
         for fast in (False, True):
             assert_products(kernel(x, BF16, fast), x, fast)
 
@@ -317,19 +361,21 @@ def test_many_groups_at_random(kernel: Kernel, align: int) -> None:
 def test_two_routings_through_one_launch(mode: Mode, kernel: Kernel) -> None:
     """Nothing of the first is left in the second, for which nothing is prepared anew."""
     for sizes in ([100, 0, 160], [1, 258, 0], [0, 0, 260], [40, 7, 5]):
-        x = rows(sizes, 260 - sum(sizes), 272, 144, mode, kernel.device)
+        x = kernel.rows(sizes, 260 - sum(sizes), 272, 144, mode)
         assert_products(kernel(x), x)
     if kernel.device == "cuda":
-        before = matmul_hopper_triton._product.cache_info().misses
-        kernel(rows([3, 4, 5], 248, 272, 144, mode, kernel.device))
-        assert matmul_hopper_triton._product.cache_info().misses == before
+        hopper = kernel.name == "hopper"
+        cache = matmul_hopper_triton._product if hopper else grouped_triton._launch
+        before = cache.cache_info().misses
+        kernel(kernel.rows([3, 4, 5], 248, 272, 144, mode))
+        assert cache.cache_info().misses == before
 
 
 @each
 @each_columns
 def test_two_routings_of_columns_through_one_launch(mode: Mode, kernel: Kernel) -> None:
     for sizes in ([100, 0, 160], [1, 258, 1], [0, 0, 260], [40, 7, 5]):
-        x = columns(sizes, 260 - sum(sizes), 144, 272, mode, kernel.device)
+        x = kernel.columns(sizes, 260 - sum(sizes), 144, 272, mode)
         assert_products(kernel(x), x)
 
 
@@ -337,27 +383,27 @@ def test_two_routings_of_columns_through_one_launch(mode: Mode, kernel: Kernel) 
 @each_rows
 def test_every_run_gives_the_same_bytes(mode: Mode, kernel: Kernel) -> None:
     """On a CPU: in whatever order the warps run, and for any number of programs."""
-    x = rows([70, 0, 129, 3], 9, 300, 400, mode, kernel.device)
+    x = kernel.rows([70, 0, 129, 3], 9, 300, 400, mode)
     first = kernel(x)
-    for seed in range(1, 8):
+    for seed in range(1, 8 if kernel.name == "hopper" else 2):
         assert_same_bytes(kernel(x, seed=seed), first)
 
 
 @each
 @each_columns
 def test_every_run_gives_the_same_bytes_of_columns(mode: Mode, kernel: Kernel) -> None:
-    x = columns([70, 0, 129, 3], 9, 144, 300, mode, kernel.device)
+    x = kernel.columns([70, 0, 129, 3], 9, 144, 300, mode)
     first = kernel(x)
-    for seed in range(1, 8):
+    for seed in range(1, 8 if kernel.name == "hopper" else 2):
         assert_same_bytes(kernel(x, seed=seed), first)
 
 
-@each
+@pytest.mark.parametrize("kernel", KERNELS[:2])
 @each_columns
 def test_products_are_added_to_what_is_there(mode: Mode, kernel: Kernel) -> None:
     """In float32, rounded once; of a group without tokens nothing is."""
     for n, out_dtype in ((272, FP32), (300, BF16), (301, FP32)):
-        x = columns([70, 0, 129, 3], 9, 144, n, mode, kernel.device)
+        x = kernel.columns([70, 0, 129, 3], 9, 144, n, mode)
         out = torch.randn(4, 144, n, device=kernel.device).to(out_dtype)
         before = out.clone()
         assert kernel(x, out_dtype, out=out) is out
@@ -370,7 +416,7 @@ def test_products_are_added_to_what_is_there(mode: Mode, kernel: Kernel) -> None
 def test_nan_of_one_group_stays_there(mode: Mode, kernel: Kernel) -> None:
     """Its tiles reach into the rows of the groups before and after it."""
     sizes = [6, 130, 0, 61, 3]
-    x = rows(sizes, 2, 272, 144, mode, kernel.device)
+    x = kernel.rows(sizes, 2, 272, 144, mode)
     clean = kernel(x)
     for g in (1, 3):
         start, end = spans(sizes)[g]
@@ -403,9 +449,9 @@ RELAID: dict[str, Callable[[Tensor], Tensor]] = {
 @each
 @each_rows
 def test_strides_do_not_change_a_bit(mode: Mode, kernel: Kernel) -> None:
-    x = rows([30, 0, 135], 3, 144, 272, mode, kernel.device)
+    x = kernel.rows([30, 0, 135], 3, 144, 272, mode)
     expected = kernel(x)
-    for relay in RELAID.values():
+    for relay in list(RELAID.values())[:: 2 if kernel.name == "triton" else 1]:
         again = x._replace(a=relay(x.a), b=relay(x.b))
         again = again._replace(
             scale_a=x.scale_a.mT.contiguous().mT, scale_b=x.scale_b.mT.contiguous().mT
@@ -420,33 +466,33 @@ def test_strides_do_not_change_a_bit(mode: Mode, kernel: Kernel) -> None:
 
 @each
 def test_any_contraction_and_any_features(kernel: Kernel) -> None:
-    for n, k in ((1, 1), (1, 200), (130, 3), (3, 33), (257, 130)):
-        for mode in ROWS.values():
-            x = rows([5, 0, 66], 2, n, k, mode, kernel.device)
+    for i, (n, k) in enumerate(((1, 1), (1, 200), (130, 3), (3, 33), (257, 130))):
+        for _, mode in combinations(kernel.modes(), i, kernel):
+            x = kernel.rows([5, 0, 66], 2, n, k, mode)
             assert_products(kernel(x, FP32), x)
-    for m, n in ((1, 1), (1, 200), (130, 3), (257, 130)):
-        for mode in COLUMNS.values():
-            x = columns([5, 0, 66], 2, m, n, mode, kernel.device)
+    for i, (m, n) in enumerate(((1, 1), (1, 200), (130, 3), (257, 130))):
+        for _, mode in combinations(kernel.modes(columns=True), i, kernel):
+            x = kernel.columns([5, 0, 66], 2, m, n, mode)
             assert_products(kernel(x, FP32), x)
 
 
 @each
 def test_offsets_that_no_groups_have_write_nowhere_else(kernel: Kernel) -> None:
     """They cannot be refused without waiting for the device; the emulator watches addresses."""
-    for bad in ([90, 40, 60], [-5, 900, 30], [2**31 - 1, -(2**31), 0]):
+    for i, bad in enumerate(([90, 40, 60], [-5, 900, 30], [2**31 - 1, -(2**31), 0])):
         offs = torch.tensor(bad, dtype=torch.int32, device=kernel.device)
-        for mode in ROWS.values():
-            x = rows([30, 10, 20], 9, 144, 64, mode, kernel.device)
+        for _, mode in combinations(kernel.modes(), i, kernel):
+            x = kernel.rows([30, 10, 20], 9, 144, 64, mode)
             kernel(x._replace(offs=offs))
-        for mode in COLUMNS.values():
-            x = columns([30, 10, 20], 9, 144, 64, mode, kernel.device)
+        for _, mode in combinations(kernel.modes(columns=True), i, kernel):
+            x = kernel.columns([30, 10, 20], 9, 144, 64, mode)
             kernel(x._replace(offs=offs))
 
 
-@pytest.mark.parametrize("kernel", KERNELS[1:])
+@pytest.mark.parametrize("kernel", [KERNELS[1], KERNELS[-1]])
 def test_in_a_cuda_graph_with_other_offsets(kernel: Kernel) -> None:
     first, second = (
-        rows(sizes, 300 - sum(sizes), 272, 144, ROWS["1x128 x 128x128"], "cuda")
+        kernel.rows(sizes, 300 - sum(sizes), 272, 144, ROWS["1x128 x 128x128"])
         for sizes in ([100, 0, 160], [1, 258, 0])
     )
     expected = kernel(second)
@@ -466,9 +512,10 @@ def test_in_a_cuda_graph_with_other_offsets(kernel: Kernel) -> None:
 
 def operand_pair(mode: Mode, columns: bool = False) -> tuple[Operand, Operand]:
     lead = () if columns else (1,)
+    scales = E8M0.dtype if mode.e8m0 else FP32
     return (
-        Operand(E4M3FN.dtype, mode.a, FP32),
-        Operand(E4M3FN.dtype, (*lead, *mode.b[::-1]), FP32),
+        Operand(E4M3FN.dtype, mode.a, scales),
+        Operand(E4M3FN.dtype, (*lead, *mode.b[::-1]), scales),
     )
 
 
@@ -478,11 +525,17 @@ def chosen(arch: str, mode: Mode, columns: bool) -> str:
     return next(name for name, refuse in table.items() if refuse(describe(arch), *pair) is None)
 
 
-def test_the_hopper_kernel_multiplies_on_hopper() -> None:
-    for columns, modes in ((False, ROWS), (True, COLUMNS)):
-        for mode in modes.values():
+def test_who_multiplies_where() -> None:
+    for columns in (False, True):
+        for mode in Kernel("hopper", "cpu").modes(columns):
             assert chosen("sm_90", mode, columns) == "hopper"
-            assert chosen("cpu", mode, columns) == "torch"
+            for arch in ("sm_89", "sm_100", "sm_120", "gfx950"):
+                assert chosen(arch, mode, columns) == "triton"
+            for arch in ("cpu", "sm_80", "gfx90a"):
+                assert chosen(arch, mode, columns) == "torch"
+    for columns, more in ((False, MORE_ROWS), (True, MORE_COLUMNS)):
+        for mode in more.values():
+            assert chosen("sm_90", mode, columns) == "triton"
 
 
 def test_scales_that_rows_of_several_groups_share_are_refused() -> None:
@@ -500,5 +553,6 @@ def test_scales_that_rows_of_several_groups_share_are_refused() -> None:
 def test_a_named_kernel_that_cannot_run_here_is_refused() -> None:
     for make, mode in ((rows, ROWS["rowwise"]), (columns, COLUMNS["rowwise"])):
         x = make([5, 3], 0, 16, 32, mode, "cpu")
-        with pytest.raises(ValueError, match="'hopper' cannot multiply these groups: torch has"):
-            through_op(x, BF16, "hopper")
+        for impl in ("hopper", "triton"):
+            with pytest.raises(ValueError, match="cannot multiply these groups: torch has no fast"):
+                through_op(x, BF16, impl)

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..devices import DeviceProfile, device_profile
@@ -54,6 +55,10 @@ def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None
 
 def _hopper_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     return _rows_refusal("hopper", profile, a, b)
+
+
+def _triton_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+    return _rows_refusal("triton", profile, a, b)
 
 
 def _rows_refusal(kernel: str, profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
@@ -91,12 +96,14 @@ def _torch_grouped_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> st
 # takes K and N that are multiples of 16, a row-major, b column-major, and writes bf16.
 IMPLEMENTATIONS: dict[str, Refusal] = {
     "hopper": _hopper_refusal,
+    "triton": _triton_refusal,
     "torch": _never_refuses,
     "torch_grouped": _torch_grouped_refusal,
 }
 # Columns of a group are multiplied as matrices are, blocks of whole groups as FULL.
 WGRAD_IMPLEMENTATIONS: dict[str, Refusal] = {
     "hopper": matmul.IMPLEMENTATIONS["hopper"],
+    "triton": matmul.IMPLEMENTATIONS["triton"],
     "torch": _never_refuses,
 }
 
@@ -172,11 +179,13 @@ def grouped_mm(
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
     run = {
-        "hopper": _grouped_mm_hopper,
+        "hopper": _grouped_mm_kernel,
+        "triton": _grouped_mm_kernel,
         "torch": _grouped_mm_reference,
         "torch_grouped": _grouped_mm_torch_kernel,
     }[impl]
-    return run(a, b, scale_a, scale_b, offs, tuple(block_a), tuple(block_b), out_dtype, fast_accum)
+    blocks = tuple(block_a), tuple(block_b)
+    return run(a, b, scale_a, scale_b, offs, *blocks, out_dtype, fast_accum, impl)
 
 
 def _grouped_mm_reference(
@@ -189,6 +198,7 @@ def _grouped_mm_reference(
     block_b: Block,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    impl: str,
 ) -> Tensor:
     out_TN = a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
     a_TK = dequantize(a, scale_a, block_a, torch.float32)
@@ -200,7 +210,7 @@ def _grouped_mm_reference(
     return out_TN
 
 
-def _grouped_mm_hopper(
+def _grouped_mm_kernel(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -210,15 +220,21 @@ def _grouped_mm_hopper(
     block_b: Block,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    impl: str,
 ) -> Tensor:
-    _check_takes("hopper", IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
+    _check_takes(impl, IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
     check_scale(scale_a, a, block_a)
     check_scale(scale_b, b, block_b)
-    from .grouped_hopper import grouped_mm_hopper
-
     lead, inner, columns = block_b
     blocks = block_a, (lead, columns, inner)
-    return grouped_mm_hopper(a, b.mT, scale_a, scale_b.mT, offs, *blocks, out_dtype, fast_accum)
+    args = (a, b.mT, scale_a, scale_b.mT, offs, *blocks, out_dtype, fast_accum)
+    if impl == "triton":
+        from . import grouped_triton
+
+        return grouped_triton.multiply_rows(*args)
+    from . import grouped_hopper
+
+    return grouped_hopper.multiply_rows(*args)
 
 
 def _check_takes(
@@ -246,13 +262,31 @@ def _grouped_mm_torch_kernel(
     block_b: Block,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    impl: str,
 ) -> Tensor:
-    _check_takes("torch_grouped", IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
+    _check_takes(impl, IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
     per_row, per_column = scale_a.reshape(-1), scale_b.reshape(b.shape[0], -1)
     out = torch._scaled_grouped_mm(
         a, b, per_row, per_column, offs, out_dtype=out_dtype, use_fast_accum=fast_accum
     )
     return zero_tail(out, offs)
+
+
+def stacked(x_GRK: Tensor) -> tuple[Tensor, int]:
+    """The rows of all matrices as those of one, each on 16 bytes, and how many there are from one
+    matrix to the next: what kernels read. A view where the memory is like that, else a copy, padded
+    with zeros to a multiple of 16 of K."""
+    (groups, rows, k), pad = x_GRK.shape, -x_GRK.shape[2] % 16
+    if pad:
+        x_GRK = F.pad(x_GRK.view(torch.uint8), (0, pad)).view(x_GRK.dtype)
+        k += pad
+    step, pitch, row = (x_GRK.stride(d) if x_GRK.shape[d] > 1 else 0 for d in range(3))
+    pitch = pitch if rows > 1 else step if groups > 1 else k
+    if row not in (0, 1) or pitch % 16 or pitch < k or step % pitch or x_GRK.data_ptr() % 16:
+        x_GRK = x_GRK.clone(memory_format=torch.contiguous_format)
+        pitch, step = k, rows * k
+    b_rows = step // pitch
+    return x_GRK.as_strided(((groups - 1) * b_rows + rows, k), (pitch, 1)), b_rows
 
 
 def zero_tail(x_TK: Tensor, offs: Tensor) -> Tensor:
@@ -355,29 +389,19 @@ def grouped_wgrad(
         _check_columns_scale(x, scale, offs_t.shape[0], tuple(block))
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
-    run = {"hopper": _grouped_wgrad_hopper, "torch": _grouped_wgrad_reference}[impl]
     blocks = tuple(block_a), tuple(block_b)
-    return run(a, b, scale_a, scale_b, offs_t, *blocks, out_dtype, fast_accum)
+    if impl == "torch":
+        return _grouped_wgrad_reference(a, b, scale_a, scale_b, offs_t, *blocks, out_dtype)
+    of_b = blocks[1][::-1]
+    _check_takes(impl, WGRAD_IMPLEMENTATIONS, a, b, scale_a, scale_b, blocks[0], of_b)
+    args = (a, b, scale_a, scale_b, offs_t, *blocks, out_dtype, fast_accum)
+    if impl == "triton":
+        from . import grouped_triton
 
+        return grouped_triton.multiply_columns(*args)
+    from . import grouped_hopper
 
-def _grouped_wgrad_hopper(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs_t: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    of_b = block_b[::-1]
-    _check_takes("hopper", WGRAD_IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, of_b)
-    from .grouped_hopper import grouped_wgrad_hopper
-
-    return grouped_wgrad_hopper(
-        a, b, scale_a, scale_b, offs_t, block_a, block_b, out_dtype, fast_accum
-    )
+    return grouped_hopper.multiply_columns(*args)
 
 
 def _grouped_wgrad_reference(
@@ -389,7 +413,6 @@ def _grouped_wgrad_reference(
     block_a: Block,
     block_b: Block,
     out_dtype: torch.dtype,
-    fast_accum: bool,
 ) -> Tensor:
     out_GNK = a.new_zeros((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
     with torch.autocast(a.device.type, enabled=False):

@@ -11,16 +11,16 @@ The references are those of ``grouped``.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..scaling import FULL, Block, scale_shape
+from .grouped import stacked
 from .matmul_hopper import KINDS, fits, run
 
 Scales = tuple[str, str]
 
 
-def grouped_mm_hopper(
+def multiply_rows(
     a_TK: Tensor,
     b_GNK: Tensor,
     scale_a: Tensor,
@@ -49,16 +49,16 @@ def grouped_mm_hopper(
     assert block_a[0] in (1, FULL) and block_b[0] == 1, (block_a, block_b)
     assert scale_a.shape == scale_shape(a_TK.shape, block_a), scale_a.shape
     assert scale_b.shape == scale_shape(b_GNK.shape, block_b), scale_b.shape
-    a_TK, _ = _stacked(a_TK[None])
+    a_TK, _ = stacked(a_TK[None])
     n = b_GNK.shape[1]
-    b_RK, b_rows = _stacked(b_GNK)
+    b_RK, b_rows = stacked(b_GNK)
     out = a_TK.new_empty((a_TK.shape[0], n), dtype=out_dtype)
     scales = _kinds(block_a, block_b[1:])
     _run(a_TK, b_RK, scale_a, scale_b, scales, fast_accum, out, False, "rows", offs, b_rows)
     return out
 
 
-def grouped_wgrad_hopper(
+def multiply_columns(
     a_MP: Tensor,
     b_NP: Tensor,
     scale_a: Tensor,
@@ -88,7 +88,7 @@ def grouped_wgrad_hopper(
         ValueError: the operands do not fit (``matmul_hopper.fits``).
     """
     groups = offs_t.shape[0]
-    (a_MP, _), (b_NP, _) = _stacked(a_MP[None]), _stacked(b_NP[None])
+    (a_MP, _), (b_NP, _) = stacked(a_MP[None]), stacked(b_NP[None])
     accumulate = out is not None
     if out is None:
         out = a_MP.new_empty((groups, a_MP.shape[0], b_NP.shape[0]), dtype=out_dtype)
@@ -128,20 +128,3 @@ def _run(
     fast = fast_accum and scales == ("outer", "outer")
     groups = Groups(kind, offs.contiguous(), b_rows)
     run(a, b, scale_a, scale_b, scales, fast, None, out, accumulate, groups)
-
-
-def _stacked(x_GRK: Tensor) -> tuple[Tensor, int]:
-    """The rows of all matrices as those of one, each on 16 bytes, and how many there are from one
-    matrix to the next; a view where the memory is like that, else a copy, padded with zeros to a
-    multiple of 16 of K."""
-    (groups, rows, k), pad = x_GRK.shape, -x_GRK.shape[2] % 16
-    if pad:
-        x_GRK = F.pad(x_GRK.view(torch.uint8), (0, pad)).view(x_GRK.dtype)
-        k += pad
-    step, pitch, row = (x_GRK.stride(d) if x_GRK.shape[d] > 1 else 0 for d in range(3))
-    pitch = pitch if rows > 1 else step if groups > 1 else k
-    if row not in (0, 1) or pitch % 16 or pitch < k or step % pitch or x_GRK.data_ptr() % 16:
-        x_GRK = x_GRK.clone(memory_format=torch.contiguous_format)
-        pitch, step = k, rows * k
-    b_rows = step // pitch
-    return x_GRK.as_strided(((groups - 1) * b_rows + rows, k), (pitch, 1)), b_rows

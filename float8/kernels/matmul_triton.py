@@ -1,9 +1,9 @@
-"""Triton kernel of ``float8.kernels.matmul``: one body for every mode of scaling, on every GPU with
-FP8 matrix instructions.
+"""Triton kernel of ``float8.kernels.matmul`` and ``grouped``: one body for every mode of scaling,
+on every GPU with FP8 matrix instructions.
 
-Letters: M rows of a, N columns of b, K the contraction. A program computes tiles of BM x BN, over
-BK of K at a time. A scale of a is for ROWS x INNER elements, one of b for INNER x COLUMNS; each is
-a size or FULL.
+Letters: M rows of a, N columns of b, K the contraction, G groups. A program computes tiles of
+BM x BN, over BK of K at a time. A scale of a is for ROWS x INNER elements, one of b for
+INNER x COLUMNS; each is a size or FULL.
 
     INNER is FULL      out = (sum over K of a b) * scale_a * scale_b
     INNER is BK        out = sum over blocks of K of (sum within of a b) * scale_a * scale_b
@@ -85,18 +85,112 @@ def _store(out, v, row, column, M, N):
     )
 
 
-# M and what follows from it differ from step to step: no variant is made for multiples of 16.
-@triton.jit(do_not_specialize=["M", "scale_a_k", "scale_b_k"])
-def matmul_kernel(
-    a, b, scale_a, scale_b, out, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
-    scale_a_m, scale_a_k, scale_b_k, scale_b_n,
+@triton.jit
+def _corner(tile, down, across, GROUP: tl.constexpr):
+    """Row and column of a tile, in tiles. GROUP rows of tiles go column by column, so that what is
+    read again is still in L2."""
+    first = tile // (GROUP * across) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    inside_group = tile % (GROUP * across)
+    return first + inside_group % height, inside_group // height
+
+
+@triton.jit
+def _multiply_tile(
+    a, b, scale_a, scale_b, out, row, column, b_row, begin, end, high, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, scale_a_m, scale_a_k, scale_b_k, scale_b_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, PROMOTE: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, EVEN_K: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The tile at (row, column), of rows below ``high``; steps of K from begin to end. ``b_row``
+    is where the column is among those of all groups."""
+    if not TMA:
+        # A tile's corner is addressed in 64 bits; inside it 32 suffice where it is NEAR.
+        OFFSET: tl.constexpr = tl.int32 if NEAR else tl.int64
+        a_row, a_column = tl.cast(stride_am, OFFSET), tl.cast(stride_ak, OFFSET)
+        b_down, b_column = tl.cast(stride_bk, OFFSET), tl.cast(stride_bn, OFFSET)
+        i, j, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+        a_tile = i[:, None] * a_row + k[None, :] * a_column
+        b_tile = k[:, None] * b_down + j[None, :] * b_column
+    acc = tl.zeros([BM, BN], tl.float32)
+    for step in range(begin, end):
+        if TMA:
+            x = a.load([row, step * BK])
+            y = b.load([b_row, step * BK]).T
+        else:
+            at = tl.cast(step * BK, tl.int64)
+            x_at = a + tl.cast(row, tl.int64) * stride_am + at * stride_ak + a_tile
+            y_at = b + tl.cast(b_row, tl.int64) * stride_bn + at * stride_bk + b_tile
+            x_inside, y_inside = (i < high - row)[:, None], (j < N - column)[None, :]
+            if not EVEN_K:
+                x_inside = x_inside & (k < K - step * BK)[None, :]
+                y_inside = y_inside & (k < K - step * BK)[:, None]
+            x = tl.load(x_at, mask=x_inside, other=0.0)
+            y = tl.load(y_at, mask=y_inside, other=0.0)
+        if A_FORMAT is not None:
+            blocks = tl.cdiv(K, 32)
+            first_block = step * (BK // 32)
+            x_codes = _load_codes(
+                scale_a, row, scale_a_m, scale_a_k, first_block, high, blocks, BM, BK
+            )
+            y_codes = _load_codes(
+                scale_b, column, scale_b_n, scale_b_k, first_block, N, blocks, BN, BK
+            )
+            acc = tl.dot_scaled(x, x_codes, A_FORMAT, y, y_codes, B_FORMAT, acc)
+        elif INNER == _FULL and not PROMOTE:
+            acc = tl.dot(x, y, acc)
+        elif INNER == _FULL:
+            # The option keeps the compiler from adding acc in the matrix instruction.
+            acc += tl.dot(x, y, max_num_imprecise_acc=BK)
+        else:
+            sa = _load_scales(scale_a, row, scale_a_m, scale_a_k, step, high, ROWS, BM, 0)
+            sb = _load_scales(scale_b, column, scale_b_n, scale_b_k, step, N, COLUMNS, BN, 1)
+            part = tl.dot(x, y, max_num_imprecise_acc=BK)
+            if len(sa.shape) == 2 and len(sb.shape) == 2:
+                acc += (part * sa) * sb
+            else:
+                acc += part * (sa * sb)
+    # A sum of nothing is zero, and has no scales.
+    if INNER == _FULL and ((GROUPS == "none") or (begin < end)):
+        acc *= _load_scales(scale_a, row, scale_a_m, scale_a_k, 0, high, ROWS, BM, 0)
+        acc *= _load_scales(scale_b, column, scale_b_n, scale_b_k, 0, N, COLUMNS, BN, 1)
+    if WIDE:
+        halves = tl.permute(tl.reshape(acc, [BM, 2, BN // 2]), [0, 2, 1])
+        left, right = tl.split(halves)
+        _store(out, left, row, column, high, N)
+        _store(out, right, row, column + BN // 2, high, N)
+    else:
+        _store(out, acc, row, column, high, N)
+
+
+@triton.jit
+def _span(offs, g, G, LENGTH):
+    """Where group g begins and ends, within LENGTH whatever offs holds; group G is the rest."""
+    start = tl.load(offs + (g - 1), mask=g > 0, other=0)
+    end = tl.load(offs + g, mask=g < G, other=LENGTH)
+    start = tl.minimum(tl.maximum(start, 0), LENGTH)
+    return start, tl.minimum(tl.maximum(end, start), LENGTH)
+
+
+# M and what follows from it differ from step to step: no variant is made for multiples of 16.
+@triton.jit(do_not_specialize=["offs", "M", "G", "scale_a_k", "scale_b_k"])
+def matmul_kernel(
+    a, b, scale_a, scale_b, out, offs, M, N, K, G, stride_am, stride_ak, stride_bk, stride_bn,
+    b_rows, scale_a_g, scale_a_m, scale_a_k, scale_b_g, scale_b_k, scale_b_n,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Tiles pid, pid + programs, ... of the output; what of them is outside the matrices is neither
     read nor written.
+
+    GROUPS: "none"; "rows", of a and the output, which end at offs[g] and meet rows g * b_rows on of
+    b, as [N, K], while rows of no group are written as zeros; or "columns" of a and b, which end at
+    offs[g] and begin at multiples of BK: products of [G, M, N]. Group g's own scales are g *
+    scale_a_g and g * scale_b_g further on.
 
     PROMOTE: sums over BK leave the matrix instructions, which on sm_89 and sm_90 keep less than
     float32, and are added up in float32. TMA: a and b, as [N, K], are tensor descriptors, otherwise
@@ -104,70 +198,50 @@ def matmul_kernel(
     elements. WIDE: the loads of a tile begin before the last one is stored, which is done in two
     halves for want of shared memory.
     """
-    down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    if not TMA:
-        # A tile's corner is addressed in 64 bits; inside it 32 suffice where it is NEAR.
-        OFFSET: tl.constexpr = tl.int32 if NEAR else tl.int64
-        a_row, a_column = tl.cast(stride_am, OFFSET), tl.cast(stride_ak, OFFSET)
-        b_row, b_column = tl.cast(stride_bk, OFFSET), tl.cast(stride_bn, OFFSET)
-        i, j, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
-        a_tile = i[:, None] * a_row + k[None, :] * a_column
-        b_tile = k[:, None] * b_row + j[None, :] * b_column
-    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=WIDE):
-        # GROUP rows of tiles go column by column, so that what is read again is still in L2.
-        first = tile // (GROUP * across) * GROUP
-        height = tl.minimum(down - first, GROUP)
-        inside_group = tile % (GROUP * across)
-        row = (first + inside_group % height) * BM
-        column = inside_group // height * BN
-        acc = tl.zeros([BM, BN], tl.float32)
-        for step in range(tl.cdiv(K, BK)):
-            if TMA:
-                x = a.load([row, step * BK])
-                y = b.load([column, step * BK]).T
+    across = tl.cdiv(N, BN)
+    if GROUPS == "none":
+        down, steps = tl.cdiv(M, BM), tl.cdiv(K, BK)
+        for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=WIDE):
+            i, j = _corner(tile, down, across, GROUP)
+            _multiply_tile(
+                a, b, scale_a, scale_b, out, i * BM, j * BN, j * BN, 0, steps, M, N, K,
+                stride_am, stride_ak, stride_bk, stride_bn,
+                scale_a_m, scale_a_k, scale_b_k, scale_b_n,
+                ROWS, COLUMNS, INNER, A_FORMAT, B_FORMAT, PROMOTE, GROUPS, BM, BN, BK,
+                TMA, EVEN_K, NEAR, WIDE,
+            )  # fmt: skip
+    else:
+        first = tl.program_id(0)  # of this program's tiles of a group
+        # Rows of no group are another one, of no steps.
+        for g in range(G + 1 if GROUPS == "rows" else G):
+            group = tl.cast(g, tl.int64)
+            low, high, begin, end = 0, M, 0, tl.cdiv(K, BK)
+            if GROUPS == "rows":
+                low, high = _span(offs, g, G, M)
+                end = tl.where(g < G, end, 0)
+                own_out = out
             else:
-                at = tl.cast(step * BK, tl.int64)
-                x_at = a + tl.cast(row, tl.int64) * stride_am + at * stride_ak + a_tile
-                y_at = b + tl.cast(column, tl.int64) * stride_bn + at * stride_bk + b_tile
-                x_inside, y_inside = (i < M - row)[:, None], (j < N - column)[None, :]
-                if not EVEN_K:
-                    x_inside = x_inside & (k < K - step * BK)[None, :]
-                    y_inside = y_inside & (k < K - step * BK)[:, None]
-                x = tl.load(x_at, mask=x_inside, other=0.0)
-                y = tl.load(y_at, mask=y_inside, other=0.0)
-            if A_FORMAT is not None:
-                blocks = tl.cdiv(K, 32)
-                first_block = step * (BK // 32)
-                x_codes = _load_codes(
-                    scale_a, row, scale_a_m, scale_a_k, first_block, M, blocks, BM, BK
-                )
-                y_codes = _load_codes(
-                    scale_b, column, scale_b_n, scale_b_k, first_block, N, blocks, BN, BK
-                )
-                acc = tl.dot_scaled(x, x_codes, A_FORMAT, y, y_codes, B_FORMAT, acc)
-            elif INNER == _FULL and not PROMOTE:
-                acc = tl.dot(x, y, acc)
-            elif INNER == _FULL:
-                # The option keeps the compiler from adding acc in the matrix instruction.
-                acc += tl.dot(x, y, max_num_imprecise_acc=BK)
-            else:
-                sa = _load_scales(scale_a, row, scale_a_m, scale_a_k, step, M, ROWS, BM, 0)
-                sb = _load_scales(scale_b, column, scale_b_n, scale_b_k, step, N, COLUMNS, BN, 1)
-                part = tl.dot(x, y, max_num_imprecise_acc=BK)
-                if len(sa.shape) == 2 and len(sb.shape) == 2:
-                    acc += (part * sa) * sb
-                else:
-                    acc += part * (sa * sb)
-        if INNER == _FULL:
-            acc *= _load_scales(scale_a, row, scale_a_m, scale_a_k, 0, M, ROWS, BM, 0)
-            acc *= _load_scales(scale_b, column, scale_b_n, scale_b_k, 0, N, COLUMNS, BN, 1)
-        if WIDE:
-            halves = tl.permute(tl.reshape(acc, [BM, 2, BN // 2]), [0, 2, 1])
-            left, right = tl.split(halves)
-            _store(out, left, row, column, M, N)
-            _store(out, right, row, column + BN // 2, M, N)
-        else:
-            _store(out, acc, row, column, M, N)
+                start, stop = _span(offs, g, G, K)
+                begin, end = start // BK, tl.cdiv(stop, BK)
+                end = tl.where(stop > start, end, begin)
+                own_out = out + group * M * N
+            own_a, own_b = scale_a, scale_b
+            if GROUPS == "rows" or INNER == _FULL:
+                own_a, own_b = scale_a + group * scale_a_g, scale_b + group * scale_b_g
+            down = tl.cdiv(high - low, BM)
+            tiles = down * across
+            for tile in tl.range(first, tiles, tl.num_programs(0)):
+                i, j = _corner(tile, down, across, GROUP)
+                _multiply_tile(
+                    a, b, own_a, own_b, own_out, low + i * BM, j * BN, g * b_rows + j * BN,
+                    begin, end, high, N, K,
+                    stride_am, stride_ak, stride_bk, stride_bn,
+                    scale_a_m, scale_a_k, scale_b_k, scale_b_n,
+                    ROWS, COLUMNS, INNER, A_FORMAT, B_FORMAT, PROMOTE, GROUPS, BM, BN, BK,
+                    TMA, EVEN_K, NEAR, WIDE,
+                )  # fmt: skip
+            programs = tl.num_programs(0)
+            first += tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
 
 
 class Tiling(NamedTuple):
@@ -238,10 +312,24 @@ def multiply(
         Part.of(a), Part.of(b.t()), Part.of(scale_a), Part.of(scale_b),
         tuple(block_a), tuple(block_b), out_dtype, fast_accum, a.device, device_profile(a.device),
     )  # fmt: skip
-    return launch(a, b, scale_a, scale_b)
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    launch(a, b.t(), scale_a, scale_b, out)
+    return out
 
 
-class _Matmul:
+class Groups(NamedTuple):
+    """What one launch multiplies groups of."""
+
+    kind: str  # GROUPS of the kernel
+    number: int
+    b_rows: int  # from a group's first row of b, as [N, K], to the next one's
+    n: int  # columns of a group's product
+
+
+NO_GROUPS = Groups("none", 1, 0, 0)
+
+
+class Matmul:
     """The launch that multiplies matrices which agree in all that Triton specialises on."""
 
     def __init__(
@@ -256,9 +344,11 @@ class _Matmul:
         fast_accum: bool,
         device: torch.device,
         profile: DeviceProfile,
+        groups: Groups = NO_GROUPS,
     ) -> None:
-        """b is that of the transpose, [N, K]."""
-        (m, k), (n, _) = a.shape, b.shape
+        """b is that of the transpose, [N, K], of all groups; scales of [groups, rows, columns] are
+        each group's own. ``out_dtype`` is what Triton compiles for, and is not asked for here."""
+        (m, k), n = a.shape, groups.n or b.shape[0]
         (rows, inner), (_, columns) = block_a, block_b
         left = Operand(a.dtype, block_a, scale_a.dtype)
         right = Operand(b.dtype, block_b, scale_b.dtype)
@@ -269,34 +359,45 @@ class _Matmul:
         tile = tiling(profile, 128 if inner == FULL or mx else inner, in_registers)
         self.tma = profile.arch in _TMA and a.described and b.described
         self.tiles = [tile.bm, tile.bk], [tile.bn, tile.bk]
-        tiles = triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn)
+        down = triton.cdiv(m, tile.bm)
+        # Of groups of rows there may be fewer tiles; that is known on the device alone.
+        down = {"none": down, "rows": down + groups.number, "columns": down * groups.number}[
+            groups.kind
+        ]
+        tiles = down * triton.cdiv(n, tile.bn)
         x = Matrices(1, m, k, 0, a.strides[0], a.strides[1], device)
         spans = (
             tile.bm * a.strides[0] + tile.bk * a.strides[1],
             tile.bn * b.strides[0] + tile.bk * b.strides[1],
         )
-        self.shape, self.out_dtype = (m, n), out_dtype
         self.launch = Launch(
             matmul_kernel, (min(tiles, tile.programs * multiprocessors(x)), 1, 1),
-            m, n, k, *a.strides, *b.strides[::-1], *scale_a.strides, *scale_b.strides,
+            m, n, k, groups.number, *a.strides, *b.strides[::-1], groups.b_rows,
+            *(0, *scale_a.strides)[-3:], *(0, *scale_b.strides)[-3:],
             options={"num_warps": tile.warps, "num_stages": tile.stages},
             ROWS=rows, COLUMNS=columns, INNER=inner,
             A_FORMAT=format_of(a.dtype).kind if mx else None,
             B_FORMAT=format_of(b.dtype).kind if mx else None,
-            PROMOTE=promote,
+            PROMOTE=promote, GROUPS=groups.kind,
             BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=8,
             TMA=self.tma, EVEN_K=self.tma or k % tile.bk == 0, NEAR=max(spans) < 2**31,
             WIDE=tile.wide,
         )  # fmt: skip
 
-    def __call__(self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-        out = torch.empty(self.shape, dtype=self.out_dtype, device=a.device)
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        out: Tensor,
+        offs: Tensor | None = None,
+    ) -> None:
         x, y = a, b
         if self.tma:
             x = TensorDescriptor.from_tensor(a, self.tiles[0])
-            y = TensorDescriptor.from_tensor(b.t(), self.tiles[1])
-        self.launch(x, y, as_bytes(scale_a), as_bytes(scale_b), out)
-        return out
+            y = TensorDescriptor.from_tensor(b, self.tiles[1])
+        self.launch(x, y, as_bytes(scale_a), as_bytes(scale_b), out, offs)
 
 
-_launch = functools.lru_cache(maxsize=1024)(_Matmul)
+_launch = functools.lru_cache(maxsize=1024)(Matmul)
