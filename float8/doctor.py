@@ -358,7 +358,7 @@ def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int])
             order = RULES.get((row.arch, native_mode(a, b)), IMPLEMENTATIONS)
             impl = plan.impl if real else next(name for name in order if answers[name] is None)
             # Dequantised operands are padded nowhere, this library's kernels' in the contraction.
-            sizes = {"torch": (), "bf16": (), "hopper": shape[2:], "triton": shape[2:]}.get(
+            sizes = {"torch": (), "torch_bf16": (), "hopper": shape[2:], "triton": shape[2:]}.get(
                 impl, shape[1:]
             )
             padded = any(size % row.alignment for size in sizes)

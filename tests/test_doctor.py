@@ -324,7 +324,7 @@ def test_an_assumed_architecture_says_what_it_would_choose() -> None:
         found = doctor.matmuls(cpu, describe("sm_90"), (512, 100, 768))
     chosen = {(entry["recipe"], entry["gemm"]): entry for entry in found}
     assert chosen["blockwise", "wgrad"]["impl"] != "torch"
-    assert chosen["mxfp8", "dgrad"]["impl"] == "bf16"
+    assert chosen["mxfp8", "dgrad"]["impl"] == "torch_bf16"
     assert not chosen["mxfp8", "dgrad"]["padded"]
     assert chosen["tensorwise", "forward"]["shape"] == (512, 100, 768)
     assert chosen["tensorwise", "dgrad"]["shape"] == (512, 768, 100)

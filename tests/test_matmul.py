@@ -132,10 +132,10 @@ def test_the_bf16_product_of_mx_blocks(device: str) -> None:
         PAIRS, OUT_DTYPES, ((33, 129, 17), (1, 1, 1), (128, 256, 130))
     ):
         a, b = operands(m, k, n, NATIVE["mx"], pair, device)
-        assert_product(multiply(a, b, out_dtype, "bf16"), a, b)
+        assert_product(multiply(a, b, out_dtype, "torch_bf16"), a, b)
     a, b = operands(16, 64, 16, NATIVE["row x row"], FN, device)
     with pytest.raises(ValueError, match="where scales are powers of two"):
-        multiply(a, b, torch.bfloat16, "bf16")
+        multiply(a, b, torch.bfloat16, "torch_bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -317,7 +317,7 @@ CPU = torch.device("cpu")
 CHOICES = {
     "sm_80": "torch torch torch torch torch",
     "sm_89": "cublas cublas triton triton cublas",
-    "sm_90": "cublas cublas cublas bf16 cublas",
+    "sm_90": "cublas cublas cublas torch_bf16 cublas",
     "sm_100": "cublas cublas triton cublas cublas",
     "sm_120": "cublas cublas triton cublas cublas",
     "gfx90a": "torch torch torch torch torch",
@@ -388,7 +388,7 @@ sm_90, so torch: torch's scaled_mm has no mode for blocks (3, 5) times (5, 2) wi
     torch.float32 and torch.float32
 sm_90, so triton: torch's scaled_mm has no mode for blocks (1, 32) times (32, 1) with scales
     torch.float32 and torch.float32
-sm_90, so bf16: torch multiplies MX blocks on sm_100, sm_103, sm_120, gfx950
+sm_90, so torch_bf16: torch multiplies MX blocks on sm_100, sm_103, sm_120, gfx950
 sm_90, so torch: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz
 sm_90, so hopper: cuBLASLt does not multiply e5m2 by e5m2
 sm_100, so triton: torch multiplies 128-wide blocks on sm_90 only
@@ -511,8 +511,8 @@ def test_an_unknown_implementation_is_refused() -> None:
         select(CPU, *pair(NATIVE["mx"]), impl="cutlass")
     expecttest.assert_expected_inline(
         str(refusal.value),
-        "impl='cutlass' is unknown; choose one of cublas, hopper, triton, torch, bf16, or None "
-        "for the fastest",
+        "impl='cutlass' is unknown; choose one of cublas, hopper, triton, torch, "
+        "torch_bf16, or None for the fastest",
     )
 
 

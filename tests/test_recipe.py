@@ -213,7 +213,7 @@ PLANS = {
         "rowwise": "cublas cublas cublas",
         "rowwise_wgrad_hp": "cublas cublas None",
         "blockwise": "cublas cublas cublas",
-        "mxfp8": "bf16 bf16 bf16",
+        "mxfp8": "torch_bf16 torch_bf16 torch_bf16",
     },
     "sm_100": {
         "tensorwise": "cublas cublas cublas",

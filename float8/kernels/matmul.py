@@ -10,8 +10,8 @@ Shape letters: M rows of a, N columns of b, K the contraction. a_MK is scaled by
 Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on
     AMD); ``hopper`` is this library's kernel for sm_90, and ``triton`` the one for every GPU with
     FP8 matrix instructions and every mode of scaling; ``torch`` multiplies the dequantised operands
-    in float32 on any device and is the reference; ``bf16`` multiplies them in bf16, which holds
-    what MX blocks do.
+    in float32 on any device and is the reference; ``torch_bf16`` multiplies them in bf16,
+    which holds what MX blocks do.
 """
 
 from __future__ import annotations
@@ -221,14 +221,14 @@ IMPLEMENTATIONS = {
     "hopper": _hopper_refusal,
     "triton": _triton_refusal,
     "torch": _never_refuses,
-    "bf16": _bf16_refusal,
+    "torch_bf16": _bf16_refusal,
 }
 # Where measurements (docs/performance.md) say otherwise: (architecture, native mode) to the names
 # in their order.
 RULES: dict[tuple[str, str | None], tuple[str, ...]] = {
     # 8192 x 14336 x 4096 on an H200: the Triton kernel, which meets the scales every 32 of K, has
     # 151 TFLOPS.
-    ("sm_90", "mx"): ("bf16", "triton", "torch"),
+    ("sm_90", "mx"): ("torch_bf16", "triton", "torch"),
 }
 
 
@@ -267,7 +267,7 @@ def scaled_mm(
     _check(a, b, scale_a, scale_b, out_dtype, impl)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    if impl in ("torch", "bf16"):
+    if impl in ("torch", "torch_bf16"):
         run_torch = scaled_mm_torch if impl == "torch" else scaled_mm_bf16
         return run_torch(a, b, scale_a, scale_b, block_a, block_b, out_dtype)
     if impl != "cublas":  # which looks at them itself
@@ -328,7 +328,7 @@ def scaled_mm_bf16(
     left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
     right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
     if (reason := _bf16_refusal(device_profile(a.device), left, right)) is not None:
-        raise ValueError(_cannot("bf16", reason))
+        raise ValueError(_cannot("torch_bf16", reason))
     a_MK, b_KN = _exact_bf16(a, scale_a, block_a), _exact_bf16(b, scale_b, block_b)
     with torch.autocast(a.device.type, enabled=False):
         if out_dtype == torch.bfloat16:
@@ -340,8 +340,13 @@ def scaled_mm_bf16(
 
 def _exact_bf16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
     check_scale(scale, data, block)
-    powers = broadcast_scale(decode_scale(scale).to(torch.bfloat16), data.shape, block)
-    return data.to(torch.bfloat16).mul_(powers)
+    values, powers = data.to(torch.bfloat16), decode_scale(scale).to(torch.bfloat16)
+    rows, columns = (n if b == FULL else b for n, b in zip(data.shape, block, strict=True))
+    if data.shape[0] % rows or data.shape[1] % columns:
+        return values.mul_(broadcast_scale(powers, data.shape, block))
+    tiles = values.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # a view
+    tiles.mul_(powers[:, None, :, None])
+    return values
 
 
 def _scaled_mm_cublas(
