@@ -132,6 +132,9 @@ def unpermute(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Ten
         NotImplementedError: as ``float8.linear``.
     """
     refuse_functorch("float8.unpermute")
+    rows = routing.source.shape[0]
+    if y.ndim == 2 and y.shape[0] != rows:
+        raise ValueError(f"y is of shape {tuple(y.shape)}; it must have the {rows} rows of routing")
     if torch.compiler.is_compiling():
         _keep_unpermute_whole()
     out: Tensor = _Unpermute.apply(y, routing.position, routing.source, weights)  # type: ignore[no-untyped-call]

@@ -354,6 +354,15 @@ def test_experts_of_grouped_products() -> None:
         assert relative_error(out, expected) < 1e-6
 
 
+@pytest.mark.parametrize("rows", [6, 8])
+def test_rows_of_another_routing_are_refused(rows: int) -> None:
+    """Too few would be read as dropped by kernels, too many would have no gradient."""
+    routing = float8.route(torch.tensor([[0], [1], [0], [1], [1], [0], [0]]), 2)
+    for weights in (None, torch.ones(7, 1)):
+        with pytest.raises(ValueError, match=rf"\({rows}, 4\); it must have the 7 rows of routing"):
+            float8.unpermute(torch.randn(rows, 4), routing, weights)
+
+
 def test_autocast_leaves_the_dtype() -> None:
     indices, experts = ROUTINGS["dropped"]
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
