@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -55,13 +56,13 @@ class Float8Experts(Experts):
         return float8.swiglu_experts(x, w1, w3, w2, self.offs, recipe=self.recipe)
 
 
-def one_call(name: str, model: nn.Module) -> nn.Module:
-    model.__class__, model.recipe = Float8Experts, float8.RECIPES[name]
+def one_call(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
+    model.__class__, model.recipe = Float8Experts, recipe
     return model
 
 
-def converted(name: str, model: nn.Module) -> nn.Module:
-    report = float8.convert(model, float8.RECIPES[name], keep=())
+def converted(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
+    report = float8.convert(model, recipe, keep=())
     assert report.converted, report
     return model
 
@@ -108,10 +109,14 @@ def experts_contenders(kind: str, shape: Shape, options: Options) -> dict[str, C
     check = partial(near, step(lambda model: model)())
     found = {"bf16": Contender(partial(step, lambda model: model), check, line=True)}
     for name in options.recipes:
-        for label, convert in ((name, one_call), (f"converted {name}", converted)):
-            if not several or convert is converted:  # what is called by name is not cached
-                make = partial(step, partial(convert, name))
-                found[label] = Contender(make, check, ours=True, line=True)
+        recipe = float8.RECIPES[name]
+        ways = {f"converted {name}": (converted, recipe)}
+        if not several:  # what is called by name is not cached
+            saving = dataclasses.replace(recipe, weight_for_dgrad="save")
+            ways = {name: (one_call, recipe), **ways, f"{name}, weights saved": (one_call, saving)}
+        for label, (convert, each) in ways.items():
+            make = partial(step, partial(convert, each))
+            found[label] = Contender(make, check, ours=True, line=True)
     if options.peer:
         make = partial(step, partial(by, peers.grouped_product))
         found["torchao rowwise"] = Contender(make, check, line=True)
