@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .kernels.quantize import CastPlan
 from .linear import Cached, Float8Linear, cast_layouts
@@ -105,7 +107,8 @@ class CachedFloat8Weight(NamedTuple):
                 continue
             if v.untyped_storage()._cdata != self.storage._cdata or v.dtype != whole.dtype:
                 continue
-            e, rest = divmod(int(v.storage_offset() - whole.storage_offset()), whole.stride(0))
+            step = whole.stride(0) or 1  # 0 where one matrix is expanded
+            e, rest = divmod(int(v.storage_offset() - whole.storage_offset()), step)
             if rest or not 0 <= e < (len(whole) if inner else 1):
                 continue
             changed = self.version != self.weight._version or self.made_of != _made_of(
@@ -126,6 +129,17 @@ def _matrix(stack: Float8TrainingTensor | None, e: int) -> Float8TrainingTensor 
     if stack is None:
         return None
     return Float8TrainingTensor(stack.qdata[e], stack.scale[e], stack.block[1:], stack.dtype)
+
+
+def _count_steps(weights: set[int]) -> RemovableHandle:
+    """Let every optimiser's step move the versions of these weights: fused ones do not."""
+
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) in weights and p.grad is not None:
+                torch.autograd.graph.increment_version(p)
+
+    return register_optimizer_step_post_hook(count)
 
 
 @contextlib.contextmanager
@@ -174,6 +188,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
                 "no whole to cast; train without cached_weights"
             )
     copies: dict[tuple[int, Recipe], CachedWeight] = {}  # a tied weight is cast once
+    counting = _count_steps({id(weight) for _, _, weight in holders})
     try:
         for _, layer in layers:
             key = id(layer.weight), layer.recipe
@@ -184,5 +199,6 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
             weight.record.cached = CachedFloat8Weight.of(weight)
         yield
     finally:
+        counting.remove()
         for _, holder, _ in holders:
             holder.__dict__.pop("cached", None)

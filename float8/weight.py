@@ -295,15 +295,19 @@ def _rebuild(
 
 
 def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
-    """Autograd may have saved a view of an original, whose version stands still below autograd."""
-
-    def count(t: Tensor) -> None:
-        if id(t) in ids and not t.is_inference():
-            torch.autograd.graph.increment_version(t)
-
+    """Autograd may have saved a view of an original, whose version stands still below autograd, as
+    do those of all that an op writes of a list, plain ones too (torch leaves them to its kernels).
+    """
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            _each(args[i] if i < len(args) else kwargs.get(argument.name), count)
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            listed = isinstance(written, list | tuple)
+
+            def count(t: Tensor, listed: bool = listed) -> None:
+                if (listed or id(t) in ids) and not t.is_inference():
+                    torch.autograd.graph.increment_version(t)
+
+            _each(written, count)
 
 
 class _Plain(torch.autograd.Function):

@@ -1230,6 +1230,33 @@ def test_a_weight_whose_data_was_assigned_is_seen(change: str) -> None:
     model(x)
 
 
+@pytest.mark.parametrize("kind", ["fused", "foreach", "one by one"])
+def test_a_step_inside_the_block_is_seen(kind: str) -> None:
+    """By each layer on its own."""
+    model, x = mixed(), torch.randn(16, 32)
+    convert(model)
+    kinds = {"fused": kind == "fused", "foreach": kind == "foreach"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kinds)
+    for layer in model:
+        with cached_weights(layer):
+            model(x).sum().backward()
+            optimizer.step()
+            raised(lambda: model(x), RuntimeError)
+        model(x)
+
+
+def test_a_step_of_others_inside_the_block_is_none() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
+    convert(model)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with cached_weights(model[0]):
+        y = model(x)
+        y.sum().backward()
+        optimizer.step()
+        assert not torch.equal(model(x), y)
+
+
 def test_an_exception_ends_the_caching() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     convert(model)

@@ -570,6 +570,16 @@ def test_cached_weights_that_changed_are_seen() -> None:
         assert_same_bytes(model(x, offs), before * 2)
 
 
+def test_cached_weights_of_one_matrix_for_all_experts() -> None:
+    model = Stacks("matmul")
+    model.w = nn.Parameter(model.w.detach()[:1].expand(4, -1, -1), requires_grad=False)
+    float8.convert(model)
+    x, offs = torch.randn(72, 64, dtype=torch.bfloat16), ends([16, 0, 31, 25])
+    y = model(x, offs)
+    with float8.cached_weights(model):
+        assert_same_bytes(model(x, offs), y)
+
+
 def test_compiled_code_keeps_no_copies() -> None:
     model = Stacks("grouped mT")
     float8.convert(model)

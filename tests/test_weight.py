@@ -541,6 +541,14 @@ def test_in_place_change_before_backward_is_noticed() -> None:
     assert "modified by an inplace operation" in error(y.sum().backward, RuntimeError)
 
 
+def test_in_place_change_of_a_plain_tensor_among_weights_is_noticed() -> None:
+    layer, plain = wrapped(), torch.ones(4, requires_grad=True)
+    y = plain.square()
+    with torch.no_grad():
+        torch._foreach_mul_([plain, layer.weight], 2.0)
+    assert "modified by an inplace operation" in error(y.sum().backward, RuntimeError)
+
+
 def test_autograd_grad_of_unused_weights() -> None:
     used, unused = wrapped().weight, wrapped().weight
     y = (torch.randn(6, 32, dtype=BF16) @ used.t()).sum()
