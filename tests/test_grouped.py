@@ -186,7 +186,12 @@ def test_products_of_the_dequantised_operands(recipe: Recipe, device: str) -> No
         for ours, truth, like in zip(got, exact(recipe, x, w, g, sizes), (g, x, w), strict=True):
             assert ours.dtype == dtype
             assert ours.shape == like.shape
-            assert relative_error(ours, truth) < unit
+            assert relative_error(ours, truth) < unit + sums(device)
+
+
+def sums(device: str) -> float:
+    """What tensor cores drop of a sum that stays in them."""
+    return 2.0**-10 if device == "cuda" else 0.0
 
 
 def draw(rng: random.Random, count: int, align: int, mean: int = 40) -> list[int]:
@@ -223,17 +228,23 @@ cases = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_the_same_bits_as_a_linear_layer_per_group(
     recipe: Recipe, case: tuple[list[int], int], device: str
 ) -> None:
-    """Weights' gradients of FP8 products are sums over padded rows, and have the bits of those."""
-    if device == "cuda" and recipe is OFF:
-        pytest.skip("cuBLAS picks its kernel by the size")
+    """Weights' gradients of FP8 products are sums over padded rows, and have the bits of those. On
+    a GPU other kernels multiply for a linear layer, and in high precision BLAS picks its kernel by
+    the size: those are near the exact product."""
     sizes, rest = case
+    gemms = (recipe.forward, recipe.dgrad, recipe.wgrad)
     for n, k, dtype in ((48, 64, torch.bfloat16), (19, 33, torch.float32)):
         x, w, g, offs = problem(sizes, rest, n, k, dtype, device)
-        got = run(recipe, x, w, g, offs)
-        y, gx, gw = by_linear(recipe, x, w, g, sizes)
-        if recipe.wgrad is not None:
-            gw = by_linear(recipe, x, w, g, sizes, padded=True)[2]
-        assert_all_same(got, (y, gx, gw))
+        got, truth = run(recipe, x, w, g, offs), exact(recipe, x, w, g, sizes)
+        bits = by_linear(recipe, x, w, g, sizes)[:2]
+        bits = (*bits, by_linear(recipe, x, w, g, sizes, padded=True)[2])
+        for gemm, ours, near, same in zip(gemms, got, truth, bits, strict=True):
+            if device == "cpu" and gemm is not None:
+                assert_same_bytes(ours, same)
+            else:
+                unit = max(torch.finfo(dtype).eps, 2.0**-20)
+                assert relative_error(ours, near) < unit + sums(device)
+                assert not ours[near == 0].any()  # rows of no group, groups without tokens
 
 
 @cases

@@ -292,7 +292,7 @@ def assert_products(
 
 
 OUTPUTS = ((BF16, (E4M3FN, E4M3FN)), (FP32, (E5M2, E4M3FN)), (FP16, (E4M3FN, E5M2)))
-SIZES = (48, 128, 300, 16, 257, 520)  # of which not all lie on 16 bytes in the output
+SIZES = (48, 128, 272, 300, 16, 320, 257, 520)  # of which not all lie on 16 bytes in the output
 
 
 def combinations(modes: list[Mode], case: int, kernel: Kernel) -> list[tuple[int, Mode]]:
@@ -311,7 +311,7 @@ def test_groups_of_rows(case: int, kernel: Kernel) -> None:
     sizes, rest = list(CASES.values())[case]
     for i, mode in combinations(kernel.modes(), case, kernel):
         out_dtype, formats = OUTPUTS[(case + i) % 3]
-        n, k = SIZES[(case + i) % 6], (64, 144, 320)[i % 3]
+        n, k = SIZES[(case + i) % len(SIZES)], (64, 144, 320)[i % 3]
         x = kernel.rows(sizes, rest, n, k, mode, formats=formats)
         fast = i % 2 == 0
         out = kernel(x, out_dtype, fast, seed=case)
@@ -327,7 +327,7 @@ def test_groups_of_columns(case: int, kernel: Kernel) -> None:
     sizes, rest = list(CASES.values())[case]
     for i, mode in combinations(kernel.modes(columns=True), case, kernel):
         out_dtype, formats = OUTPUTS[(case + i) % 3]
-        m, n = SIZES[(case + i + 1) % 6], SIZES[(case + i) % 6]
+        m, n = SIZES[(case + i + 1) % len(SIZES)], SIZES[(case + i) % len(SIZES)]
         if kernel.device == "cpu" and len(sizes) > 12:
             m, n = 48, 16
         x = kernel.columns(sizes, rest, m, n, mode, formats=formats)
@@ -354,6 +354,19 @@ def test_many_groups_at_random(kernel: Kernel, align: int) -> None:
         x = kernel.columns(draw(rng, 16, align, 300), 5, 520, 768, mode)
         for fast in (False, True):
             assert_products(kernel(x, BF16, fast), x, fast)
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[1], KERNELS[-1]])
+def test_every_number_of_features_and_groups(kernel: Kernel) -> None:
+    for n in (128, 256, 384, 576, 768, 1536):
+        for k in (128, 256, 576, 768):
+            sizes = draw(random.Random(n + k), 1 + (n + k) // 128 % 7, 1, 100)
+            for mode in kernel.modes():
+                x = kernel.rows(sizes, 3, n, k, mode)
+                assert_products(kernel(x), x)
+            for mode in kernel.modes(columns=True):
+                x = kernel.columns(sizes, 3, k, n, mode)
+                assert_products(kernel(x), x)
 
 
 @each
@@ -462,6 +475,15 @@ def test_strides_do_not_change_a_bit(mode: Mode, kernel: Kernel) -> None:
     assert_same_bytes(kernel(one), kernel(same))
     table = torch.stack([x.offs, x.offs * 0 - 1], 1)[:, 0]  # a column of a table
     assert_same_bytes(kernel(x._replace(offs=table)), expected)
+
+
+@each
+def test_matrices_further_apart_than_32_bits_count(kernel: Kernel) -> None:
+    x = kernel.rows([30, 9, 70], 1, 144, 272, ROWS["rowwise"])
+    memory = torch.empty(2**31 + 2**20, dtype=torch.uint8, device=kernel.device)  # little is used
+    far = memory.as_strided(x.b.shape, (2**30, 1024, 1)).view(x.b.dtype)
+    far.copy_(x.b)
+    assert_same_bytes(kernel(x._replace(b=far)), kernel(x))
 
 
 @each
