@@ -1,8 +1,9 @@
-"""SwiGLU experts of a mixture-of-experts layer, forward and backward, without router and without
-the movement of tokens.
+"""SwiGLU experts of a mixture-of-experts layer, forward and backward, and the whole layer: router,
+movement of tokens, experts.
 
-Letters: T tokens, sorted by expert; D model width, F hidden width; E experts. Experts have from no
-tokens to about twice their mean, multiples of 16, which torch's kernels ask for.
+Letters: T tokens; D model width, F hidden width; E experts, k of them for each token. In *experts*
+the tokens are sorted already, and experts have from none to about twice the mean of them, multiples
+of 16, which torch's kernels ask for.
 """
 
 from __future__ import annotations
@@ -24,67 +25,84 @@ from .grouped import group_ends
 from .layers import make_step, near, training_step
 from .registry import Bench, Call, Contender, Options, Shape, named_shapes
 
-# torch's kernels want a weight's contraction contiguous: parameters are [E, out, in].
-Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+Convert = Callable[[nn.Module], nn.Module]
 
 
-class Experts(nn.Module):
-    """y[rows of e] = (silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T"""
+def swiglu(
+    experts: float8.moe.Experts, x: Tensor, offs: Tensor, multiply: Callable[..., Tensor]
+) -> Tensor:
+    """As models write it."""
+    gate, up, down = (w.mT for w in experts.parameters())
+    h = F.silu(multiply(x, gate, offs=offs)) * multiply(x, up, offs=offs)
+    return multiply(h, down, offs=offs)
 
-    def __init__(self, d: int, f: int, offs: Tensor, multiply: Multiply) -> None:
+
+class Sorted(nn.Module):
+    """Experts of tokens that are sorted already. ``multiply``: by which grouped product; None for
+    the library's layer, which is one call."""
+
+    def __init__(self, d: int, f: int, offs: Tensor) -> None:
         super().__init__()
-        e = len(offs)
-        self.w1 = nn.Parameter(torch.randn(e, f, d) * d**-0.5)
-        self.w3 = nn.Parameter(torch.randn(e, f, d) * d**-0.5)
-        self.w2 = nn.Parameter(torch.randn(e, d, f) * f**-0.5)
+        self.experts = float8.moe.Experts(d, f, len(offs))
         self.register_buffer("offs", offs, persistent=False)
-        self.multiply = multiply
+        self.multiply: Callable[..., Tensor] | None = torch._grouped_mm
 
     def forward(self, x: Tensor) -> Tensor:
-        product = partial(self.multiply, offs=self.offs)
-        h = F.silu(product(x, self.w1.mT)) * product(x, self.w3.mT)
-        return product(h, self.w2.mT)
+        if self.multiply is None:
+            y: Tensor = self.experts(x, self.offs)
+            return y
+        return swiglu(self.experts, x, self.offs, self.multiply)
 
 
-class Float8Experts(Experts):
-    """The same as one call."""
+class Layer(nn.Module):
+    """A whole layer. ``by_torch``: by torch's sort, indexing and products, which may take groups of
+    any size."""
 
-    recipe: float8.Recipe
+    def __init__(self, d: int, f: int, experts: int, k: int) -> None:
+        super().__init__()
+        self.moe = float8.MoE(d, f, experts=experts, top_k=k)
+        self.by_torch = True
 
     def forward(self, x: Tensor) -> Tensor:
-        w1, w3, w2 = self.w1.mT, self.w3.mT, self.w2.mT
-        return float8.swiglu_experts(x, w1, w3, w2, self.offs, recipe=self.recipe)
+        if not self.by_torch:
+            y: Tensor = self.moe(x)[0]
+            return y
+        weights, chosen, _ = self.moe.router(x)
+        order = chosen.flatten().sort(stable=True)[1]
+        counts = torch.zeros(len(self.moe.router.weight), dtype=torch.int32, device=x.device)
+        ones = torch.ones_like(order, dtype=torch.int32)
+        offs = counts.scatter_add(0, chosen.flatten(), ones).cumsum(0, dtype=torch.int32)
+        token = order // chosen.shape[1]
+        rows = swiglu(self.moe.experts, x[token], offs, torch._grouped_mm)
+        rows = rows * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, token, rows)
 
 
-def one_call(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
-    model.__class__, model.recipe = Float8Experts, recipe
-    return model
-
-
-def converted(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
-    report = float8.convert(model, recipe, keep=())
-    assert report.converted, report
-    return model
-
-
-def by(multiply: Multiply, model: nn.Module) -> nn.Module:
+def by(multiply: Callable[..., Tensor], model: nn.Module) -> nn.Module:
     model.multiply = multiply
     return model
 
 
+def converted(recipe: float8.Recipe, one_call: bool, model: nn.Module) -> nn.Module:
+    report = float8.convert(model, recipe, keep=())
+    assert len(report.converted) == 3, report
+    if one_call:
+        model.multiply = None
+        model.by_torch = False
+    return model
+
+
 def build(shape: Shape, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
-    t, d, f, e = shape
+    t, d, f, experts, *k = shape
     with torch.device(device):
-        offs = group_ends(t, e, 16).to(device)
-        model = Experts(d, f, offs, torch._grouped_mm).to(torch.bfloat16)
+        offs = group_ends(t, experts, 16).to(device)
+        model = Layer(d, f, experts, *k) if k else Sorted(d, f, offs)
         x = torch.randn(t, d, dtype=torch.bfloat16, requires_grad=True)
         g = torch.randn(t, d, dtype=torch.bfloat16)
-    return model, x, g
+    return model.to(torch.bfloat16), x, g
 
 
-def micro_batches(
-    base: nn.Module, x: Tensor, g: Tensor, convert: Callable[[nn.Module], nn.Module]
-) -> Call:
+def micro_batches(base: nn.Module, x: Tensor, g: Tensor, convert: Convert) -> Call:
     """Four micro-batches between two steps of an optimiser: weights are cast once."""
     model = convert(copy.deepcopy(base))
     ours = any(isinstance(w, float8.Float8Weight) for w in model.parameters())
@@ -99,31 +117,33 @@ def micro_batches(
     return training_step(model, forward, x, g)
 
 
-def experts_contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender]:
+def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender]:
     base, x, g = build(shape, options.device)
-    several = kind == "4-micro-batches"
-    if several:
+    step: Callable[[Convert], Call] = partial(
+        make_step, base, x, g, with_compile=kind == "compiled"
+    )
+    if kind == "4-micro-batches":
         step = partial(micro_batches, base, x, g)
-    else:
-        step = partial(make_step, base, x, g, with_compile=kind == "compiled")
     check = partial(near, step(lambda model: model)())
     found = {"bf16": Contender(partial(step, lambda model: model), check, line=True)}
     for name in options.recipes:
         recipe = float8.RECIPES[name]
-        ways = {f"converted {name}": (converted, recipe)}
-        if not several:  # what is called by name is not cached
+        ways = {name: (recipe, True)}
+        if kind != "4-micro-batches":
             saving = dataclasses.replace(recipe, weight_for_dgrad="save")
-            ways = {name: (one_call, recipe), **ways, f"{name}, weights saved": (one_call, saving)}
-        for label, (convert, each) in ways.items():
-            make = partial(step, partial(convert, each))
+            ways[f"{name}, weights saved"] = saving, True
+        if isinstance(base, Sorted):
+            ways[f"{name}, call by call"] = recipe, False
+        for label, way in ways.items():
+            make = partial(step, partial(converted, *way))
             found[label] = Contender(make, check, ours=True, line=True)
-    if options.peer:
+    if options.peer and isinstance(base, Sorted):
         make = partial(step, partial(by, peers.grouped_product))
         found["torchao rowwise"] = Contender(make, check, line=True)
     return found
 
 
-SHAPES = named_shapes(  # [tokens, model width, hidden width, experts]
+EXPERTS = named_shapes(  # [tokens, model width, hidden width, experts]
     {
         "deepseek-moe-16b": "experts 49152x2048x1408x64",
         "deepseek-v3": "experts 65536x7168x2048x32, few 16384x7168x2048x32",
@@ -136,9 +156,21 @@ SHAPES = named_shapes(  # [tokens, model width, hidden width, experts]
         "llama4-scout experts",
     ),
 )
-SMOKE = (512, 64, 96, 4)
+LAYERS = named_shapes(  # [tokens, model width, hidden width, experts, experts of a token]
+    {
+        "deepseek-moe-16b": "layer 8192x2048x1408x64x6",
+        "deepseek-v3": "layer 8192x7168x2048x32x8",
+        "llama4-scout": "layer 16384x5120x8192x16x1",
+    },
+    default=("deepseek-moe-16b layer", "deepseek-v3 layer", "llama4-scout layer"),
+)
 
 BENCHES = [
-    Bench(f"experts/{kind}", partial(experts_contenders, kind), SHAPES, SMOKE, baseline="bf16")
+    Bench(f"{group}/{kind}", partial(contenders, kind), shapes, smoke, baseline="bf16")
+    for group, shapes, smoke in (
+        ("experts", EXPERTS, (512, 64, 96, 4)),
+        ("moe", LAYERS, (96, 64, 96, 8, 2)),
+    )
     for kind in ("compiled", "uncompiled", "4-micro-batches")
+    if group == "experts" or kind != "4-micro-batches"
 ]
