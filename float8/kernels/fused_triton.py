@@ -37,7 +37,7 @@ from .fused import inverse_rms
 from .launch import (
     Launch,
     Matrices,
-    Output,
+    Outputs,
     kind,
     multiprocessors,
     row_stages,
@@ -374,11 +374,7 @@ class _Fused:
     def __init__(self, job: _Job) -> None:
         x, row, col = job.results, job.row, job.col
         lead = () if x.e == 1 else (x.e,)
-        of, turned = (*lead, x.m, x.k), (*lead, x.k, x.m)
-        row_out = row and (Output.data(of, row), Output.scale(of, row))
-        col_out = col and (Output.data(turned, col, col=True), Output.scale(turned, col))
-        self.outputs = (*(row_out or (None, None)), *(col_out or (None, None)))
-        self.device = job.device
+        self.device, self.outputs = job.device, Outputs.of((*lead, x.m, x.k), row, col)
         self.rows = _Rows(job)
         self.tiles: Launch | None = None
         left = None if self.rows.row == "store" else row
@@ -387,7 +383,7 @@ class _Fused:
             bm, bn = constants["BM"], constants["BN"]
             self.tiles = Launch(
                 tile_kernel, (triton.cdiv(x.k, bn) * x.e, triton.cdiv(x.m, bm), 1), x.m, x.k, *s,
-                *scale_sizes(self.outputs[1]), *scale_sizes(self.outputs[3]),
+                *scale_sizes(self.outputs.scale), *scale_sizes(self.outputs.scale_t),
                 options=_tile_options(job, left, col),
                 SOURCE=job.source,
                 NEAR=all(bm * s[i] + bn * s[i + 1] < 2**31 for i in (0, 2, 4)),
@@ -395,12 +391,11 @@ class _Fused:
             )  # fmt: skip
 
     def __call__(self, x: Tensor, y: Tensor | None, z: Tensor | None) -> tuple[Tensor | None, ...]:
-        outputs = [o and o.new(self.device) for o in self.outputs]
-        data, scale, data_t, scale_t = (o and o[1] for o in outputs)
+        outputs, (data, scale, data_t, scale_t) = self.outputs.new(self.device)
         row_amax, col_amax = self.rows(x, y, z, data, scale)
         if self.tiles is not None:
             self.tiles(x, y, z, data, scale, row_amax, data_t, scale_t, col_amax)
-        return tuple(o and o[0] for o in outputs)
+        return tuple(outputs)
 
 
 def _tile_options(job: _Job, row: CastPlan | None, col: CastPlan | None) -> dict[str, int]:

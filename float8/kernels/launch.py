@@ -98,6 +98,31 @@ class Output(NamedTuple):
         return out, out if self.written_as == self.dtype else out.view(self.written_as)
 
 
+class Outputs(NamedTuple):
+    """Memory of one or both layouts, the transposed one second; None for one not asked for."""
+
+    data: Output | None
+    scale: Output | None
+    data_t: Output | None
+    scale_t: Output | None
+
+    @staticmethod
+    def of(shape: tuple[int, ...], row: CastPlan | None, col: CastPlan | None) -> Outputs:
+        """Of casts of x of ``shape``."""
+        turned = (*shape[:-2], shape[-1], shape[-2])
+        return Outputs(
+            row and Output.data(shape, row),
+            row and Output.scale(shape, row),
+            col and Output.data(turned, col, col=True),
+            col and Output.scale(turned, col),
+        )
+
+    def new(self, device: torch.device) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """New memory, as callers see it and as a kernel does."""
+        new = [o and o.new(device) for o in self]
+        return [n and n[0] for n in new], [n and n[1] for n in new]
+
+
 def kind(layout: CastPlan) -> str:
     """Which of ``cast_triton``'s kinds the scales of a layout are; its block is (rows,
     contraction)."""
@@ -161,6 +186,15 @@ def multiprocessors(x: Matrices) -> int:
 @functools.cache
 def _multiprocessor_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def row_loop(device: torch.device, elements: int, itemsize: int) -> tuple[int, int, int]:
+    """(warps, programs on a multiprocessor, stages) of a loop over rows or tiles of so many
+    elements, one per iteration of a program that stays; measured on an H200."""
+    wide = elements > 4096
+    programs = 1 if elements > 8192 else 2 if wide else 4
+    stages = row_stages(device, programs * elements * itemsize, 4 if wide else 3)
+    return 8 if wide else 4, programs, stages
 
 
 def row_stages(device: torch.device, row_bytes: int, wanted: int) -> int:

@@ -30,7 +30,16 @@ from .cast_triton import (
     to_magnitude,
     to_scale,
 )
-from .launch import Launch, Matrices, kind, multiprocessors, row_stages, runs_ptx, target
+from .launch import (
+    Launch,
+    Matrices,
+    kind,
+    multiprocessors,
+    row_loop,
+    row_stages,
+    runs_ptx,
+    target,
+)
 from .quantize import CastPlan
 from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
 
@@ -237,19 +246,17 @@ class _Measure:
     ) -> None:
         width, processors = max(128, triton.next_power_of_2(x.k)), multiprocessors(x)
         if row is None:
-            self.width = min(2048, width)
-            self.programs = triton.cdiv(8 * processors, triton.cdiv(x.k, self.width))
-        else:  # as the dense row_kernel, whose choices were measured
-            self.width = width
-            self.programs = processors * (1 if width > 8192 else 2 if width > 4096 else 4)
-        wide, self.pieces = self.width > 4096, triton.cdiv(x.k, self.width)
-        together = max(1, self.programs * self.pieces // processors)
-        row_bytes = together * self.width * dtype.itemsize
+            width = min(2048, width)
+            warps, together = 4, 8
+            stages = row_stages(x.device, together * width * dtype.itemsize, 3)
+        else:
+            warps, together, stages = row_loop(x.device, width, dtype.itemsize)
+        self.pieces = triton.cdiv(x.k, width)
+        self.programs = triton.cdiv(together * processors, self.pieces)
         self.rows = Launch(
-            group_rows_kernel, None, options={"num_warps": 8 if wide else 4},
+            group_rows_kernel, None, options={"num_warps": warps},
             ROW_T=row and target(x, row), COL=kind(col), COL_T=target(x, col),
-            GP=triton.next_power_of_2(groups), KP=self.width,
-            STAGES=row_stages(x.device, row_bytes, 4 if wide else 3),
+            GP=triton.next_power_of_2(groups), KP=width, STAGES=stages,
         )  # fmt: skip
         vector = kind(col) == "vector"
         self.amaxes = x.k if vector else 1

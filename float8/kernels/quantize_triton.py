@@ -26,9 +26,10 @@ from .launch import (
     Launch,
     Matrices,
     Output,
+    Outputs,
     kind,
     multiprocessors,
-    row_stages,
+    row_loop,
     scale_sizes,
     target,
     tile_constants,
@@ -176,20 +177,6 @@ def quantize_layouts(
     return _cast(x.shape, x.stride(), x.dtype, x.device, aligned, row, col)(x, amax)
 
 
-@functools.lru_cache(maxsize=1024)
-def _cast(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    row: CastPlan | None,
-    col: CastPlan | None,
-) -> _Cast:
-    """Alignment is not asked for, but Triton specialises on it."""
-    return _Cast(shape, strides, dtype, device, row, col)
-
-
 class _Cast:
     """The launches that cast tensors of one shape, strides, dtype and alignment."""
 
@@ -199,22 +186,21 @@ class _Cast:
         strides: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        aligned: bool,
         row: CastPlan | None,
         col: CastPlan | None,
     ) -> None:
+        """``aligned`` is not asked for, but Triton specialises on it."""
         e, m, k = (1, *shape)[-3:]
         stride_e, stride_m, stride_k = (0, *strides)[-3:]
         x = Matrices(e, m, k, stride_e, stride_m, stride_k, device)
-        turned = (*shape[:-2], shape[-1], shape[-2])
         kinds = row and kind(row), col and kind(col)
-        self.device = device
-        self.row = row and (Output.data(shape, row), Output.scale(shape, row))
-        self.col = col and (Output.data(turned, col, col=True), Output.scale(turned, col))
-        row_scale, col_scale = self.row and self.row[1], self.col and self.col[1]
+        self.device, self.outputs = device, Outputs.of(shape, row, col)
         self.rows = self.row_amax = self.col_amax = self.tiles = None
         held = kinds[0] == "vector" and x.k <= _MAX_ROW
         if row is not None and (held or kinds == ("block", None)):
-            self.rows = _Rows(x, dtype, row, row_scale, columns=kinds[1] == "vector")
+            columns = kinds[1] == "vector"
+            self.rows = _Rows(x, dtype, row, self.outputs.scale, columns)
             row = None
         elif row is not None and kinds[0] in ("tensor", "vector"):
             self.row_amax = _Amax(x, row, "row")
@@ -223,13 +209,10 @@ class _Cast:
             if not gathered and kinds != ("tensor", "tensor"):
                 self.col_amax = _Amax(x, col, "column")
         if row is not None or col is not None:
-            self.tiles = _tiles(x, row, row_scale, col, col_scale)
+            self.tiles = _tiles(x, row, col, self.outputs)
 
     def __call__(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, ...]:
-        row, row_scale = self.row or (None, None)
-        col, col_scale = self.col or (None, None)
-        outputs = [o and o.new(self.device) for o in (row, row_scale, col, col_scale)]
-        seen = [o and o[1] for o in outputs]
+        outputs, seen = self.outputs.new(self.device)
         row_amax = col_amax = None if amax is None else amax.contiguous().view(torch.int32)
         if self.rows is not None:
             col_amax = self.rows(x, *seen[:2])
@@ -239,7 +222,10 @@ class _Cast:
             col_amax = self.col_amax(x)
         if self.tiles is not None:
             self.tiles(x, *seen[:2], row_amax, *seen[2:], col_amax)
-        return tuple(o[0] for o in outputs if o is not None)
+        return tuple(o for o in outputs if o is not None)
+
+
+_cast = functools.lru_cache(maxsize=1024)(_Cast)
 
 
 class _Rows:
@@ -260,20 +246,16 @@ class _Rows:
             bm, bn = 1, block
         else:  # scales of 32 rows are neighbours in memory: whole sectors
             bm, bn = 32, 128
-        # A tile per iteration of a program that stays: 4 warps and 4 programs on a multiprocessor
-        # up to 4096 elements, 8 warps and 2 up to 8192, 8 warps and 1 beyond (measured on an H200).
-        wide = bm * bn > 4096
-        together = 1 if bm * bn > 8192 else 2 if wide else 4
+        warps, together, stages = row_loop(x.device, bm * bn, dtype.itemsize)
         chunks = triton.cdiv(x.k, bn)
         tiles = triton.cdiv(x.m, bm) * chunks
         programs = max(1, min(tiles, multiprocessors(x) * together // x.e))
         self.launch = Launch(
             row_kernel, (programs, x.e, 1),
             x.m, x.k, chunks, x.stride_e, x.stride_m, x.stride_k, *scale_sizes(scale),
-            options={"num_warps": 8 if wide else 4},
+            options={"num_warps": warps},
             T=target(x, layout), COLUMNS=columns, BLOCK=block, BM=bm, BN=bn,
-            NEAR=bm * x.stride_m + bn * x.stride_k < 2**31,
-            STAGES=row_stages(x.device, together * bm * bn * dtype.itemsize, 4 if wide else 3),
+            NEAR=bm * x.stride_m + bn * x.stride_k < 2**31, STAGES=stages,
         )  # fmt: skip
         self.columns = Columns(x.e, programs, x.k) if columns else None
 
@@ -325,18 +307,12 @@ class _Amax:
         return amax
 
 
-def _tiles(
-    x: Matrices,
-    row: CastPlan | None,
-    row_scale: Output | None,
-    col: CastPlan | None,
-    col_scale: Output | None,
-) -> Launch:
+def _tiles(x: Matrices, row: CastPlan | None, col: CastPlan | None, outputs: Outputs) -> Launch:
     constants, options = tile_constants(x, row, col), tile_options(x, row, col)
     bm, bn = constants["BM"], constants["BN"]
     return Launch(
         tile_kernel, (triton.cdiv(x.k, bn), triton.cdiv(x.m, bm), x.e),
         x.m, x.k, x.stride_e, x.stride_m, x.stride_k,
-        *scale_sizes(row and row_scale), *scale_sizes(col and col_scale),
+        *scale_sizes(row and outputs.scale), *scale_sizes(outputs.scale_t),
         options=options, **constants, NEAR=bm * x.stride_m + bn * x.stride_k < 2**31,
     )  # fmt: skip
