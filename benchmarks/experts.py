@@ -26,32 +26,31 @@ from .layers import make_step, near, training_step
 from .registry import Bench, Call, Contender, Options, Shape, named_shapes
 
 Convert = Callable[[nn.Module], nn.Module]
-
-
-def swiglu(
-    experts: float8.moe.Experts, x: Tensor, offs: Tensor, multiply: Callable[..., Tensor]
-) -> Tensor:
-    """As models write it."""
-    gate, up, down = (w.mT for w in experts.parameters())
-    h = F.silu(multiply(x, gate, offs=offs)) * multiply(x, up, offs=offs)
-    return multiply(h, down, offs=offs)
+Product = Callable[..., Tensor]
 
 
 class Sorted(nn.Module):
-    """Experts of tokens that are sorted already. ``multiply``: by which grouped product; None for
-    the library's layer, which is one call."""
+    """Experts of tokens that are sorted already, gate's and up's weights in one parameter, as the
+    models in transformers have them.
+
+    ``multiply``: by which grouped product. ``recipe``: in one call of ours instead.
+    """
 
     def __init__(self, d: int, f: int, offs: Tensor) -> None:
         super().__init__()
-        self.experts = float8.moe.Experts(d, f, len(offs))
+        e = len(offs)
+        self.gate_up_proj = nn.Parameter(torch.randn(e, 2 * f, d) * d**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(e, d, f) * f**-0.5)
         self.register_buffer("offs", offs, persistent=False)
-        self.multiply: Callable[..., Tensor] | None = torch._grouped_mm
+        self.multiply: Product = torch._grouped_mm
+        self.recipe: float8.Recipe | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.multiply is None:
-            y: Tensor = self.experts(x, self.offs)
-            return y
-        return swiglu(self.experts, x, self.offs, self.multiply)
+        gate_up, down = self.gate_up_proj.mT, self.down_proj.mT
+        if self.recipe is not None:
+            return float8.swiglu_experts(x, gate_up, None, down, self.offs, recipe=self.recipe)
+        gate, up = self.multiply(x, gate_up, offs=self.offs).chunk(2, -1)
+        return self.multiply(F.silu(gate) * up, down, offs=self.offs)
 
 
 class Layer(nn.Module):
@@ -73,22 +72,29 @@ class Layer(nn.Module):
         ones = torch.ones_like(order, dtype=torch.int32)
         offs = counts.scatter_add(0, chosen.flatten(), ones).cumsum(0, dtype=torch.int32)
         token = order // chosen.shape[1]
-        rows = swiglu(self.moe.experts, x[token], offs, torch._grouped_mm)
+        gate, up, down = (w.mT for w in self.moe.experts.parameters())
+        gates, ups = (torch._grouped_mm(x[token], w, offs=offs) for w in (gate, up))
+        rows = torch._grouped_mm(F.silu(gates) * ups, down, offs=offs)
         rows = rows * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, token, rows)
 
 
-def by(multiply: Callable[..., Tensor], model: nn.Module) -> nn.Module:
+def by(multiply: Product, model: nn.Module) -> nn.Module:
     model.multiply = multiply
     return model
 
 
-def converted(recipe: float8.Recipe, one_call: bool, model: nn.Module) -> nn.Module:
+def one_call(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
+    if isinstance(model, Sorted):
+        model.recipe = recipe
+        return model
+    model.by_torch = False
+    return converted(recipe, model)
+
+
+def converted(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
     report = float8.convert(model, recipe, keep=())
-    assert len(report.converted) == 3, report
-    if one_call:
-        model.multiply = None
-        model.by_torch = False
+    assert report.converted, report
     return model
 
 
@@ -128,14 +134,14 @@ def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender
     found = {"bf16": Contender(partial(step, lambda model: model), check, line=True)}
     for name in options.recipes:
         recipe = float8.RECIPES[name]
-        ways = {name: (recipe, True)}
-        if kind != "4-micro-batches":
-            saving = dataclasses.replace(recipe, weight_for_dgrad="save")
-            ways[f"{name}, weights saved"] = saving, True
-        if isinstance(base, Sorted):
-            ways[f"{name}, call by call"] = recipe, False
-        for label, way in ways.items():
-            make = partial(step, partial(converted, *way))
+        saving = dataclasses.replace(recipe, weight_for_dgrad="save")
+        ways = {name: (one_call, recipe), f"{name}, weights saved": (one_call, saving)}
+        if kind == "4-micro-batches":
+            ways = {name: (converted, recipe)}  # what is called by name is not cached
+        elif isinstance(base, Sorted):
+            ways[f"{name}, call by call"] = converted, recipe
+        for label, (convert, each) in ways.items():
+            make = partial(step, partial(convert, each))
             found[label] = Contender(make, check, ours=True, line=True)
     if options.peer and isinstance(base, Sorted):
         make = partial(step, partial(by, peers.grouped_product))
