@@ -10,6 +10,7 @@ not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,12 +92,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if mlp is None else mlp
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
@@ -104,11 +105,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    block: Callable[[GPTConfig], nn.Module] = Block
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(type(self).block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)
         self.init_weights()
@@ -118,19 +121,30 @@ class GPT(nn.Module):
         """N(0, 1 / fan-in); what adds to the residual is smaller by sqrt(2 layers), as in GPT-2."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                residual = name.endswith(("wo", "w2"))
-                scale = (2 * self.config.layers) ** -0.5 if residual else 1.0
+                scale = self.residual_scale if name.endswith(("wo", "w2", "down_proj")) else 1.0
                 module.weight.normal_(std=scale * module.in_features**-0.5)
         self.embedding.weight.normal_()
         self.lm_head.weight.mul_(0.02)  # the first loss is log V
 
+    @property
+    def residual_scale(self) -> float:
+        return float((2 * self.config.layers) ** -0.5)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """int64 [B, T] to logits, float32 [B, T, V]; with targets, to the mean loss in nats."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        angles = rope_angles(positions, self.config.dim // self.config.heads)
-        x = self.embedding(tokens)
+        x, angles = self.embed(tokens)
         for block in self.blocks:
             x = block(x, angles)
+        return self.head(x, targets)
+
+    def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first block gets: [B, T, D], and the angles of the positions."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        angles = rope_angles(positions, self.config.dim // self.config.heads)
+        return self.embedding(tokens), angles
+
+    def head(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """What the last block gives to logits, or to the loss."""
         logits = self.lm_head(self.norm(x)).float()
         if targets is None:
             return logits

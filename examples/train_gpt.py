@@ -31,7 +31,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,20 @@ class Preset:
     lr: float
     kv_heads: int | None = None
 
+    def model(self) -> GPT:
+        """Raises ValueError where the sizes make no model."""
+        sizes = self.layers, self.dim, self.heads, self.hidden
+        return GPT(GPTConfig(*sizes, kv_heads=self.kv_heads))
+
+
+@dataclass(frozen=True)
+class Example:
+    """A program that trains as this one does, with models of its own (train_moe.py)."""
+
+    file: str
+    about: str
+    presets: Mapping[str, Preset]
+
 
 PRESETS = {
     "tiny": Preset(4, 128, 4, 352, seq_len=128, batch_size=8, steps=120, warmup=20, lr=2e-3),
@@ -81,6 +95,7 @@ PRESETS = {
     "8b-layers": Preset(4, 4096, 32, 14336, seq_len=8192, batch_size=1, steps=100, warmup=20,
                         lr=3e-4, kv_heads=8),
 }  # fmt: skip
+EXAMPLE = Example(__file__, __doc__, PRESETS)
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,6 @@ class Job:
 
     args: argparse.Namespace
     setup: Preset
-    model: GPTConfig
     text: Text
     device: torch.device
     profile: DeviceProfile  # of the real device, whatever is assumed: MFU is judged against it
@@ -129,7 +143,7 @@ def build(record: Record, job: Job) -> Run:
         torch.cuda.reset_peak_memory_stats(job.device)
     torch.manual_seed(job.args.seed)
     with job.device:
-        model = GPT(job.model)
+        model = job.setup.model()
     if record["recipe"] != "bf16":
         float8.convert(model, float8.RECIPES[record["recipe"]])
     if job.args.compile:
@@ -379,7 +393,7 @@ def introduce(job: Job) -> None:
     """Print what is about to be trained, on what."""
     setup, text, profile = job.setup, job.text, job.profile
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in GPT(job.model).parameters())
+        parameters = sum(p.numel() for p in job.setup.model().parameters())
     shared = f" ({setup.kv_heads} of keys and values)" if setup.kv_heads else ""
     size = len(text.train) + len(text.validation)
     peak = f", peak FLOP/s from the {profile.peak_source}" if profile.peak_source else ""
@@ -408,10 +422,10 @@ def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
     return convert
 
 
-def command_line() -> argparse.ArgumentParser:
+def command_line(example: Example) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train_gpt.py",
-        description=__doc__,
+        prog=os.path.basename(example.file),
+        description=example.about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -423,9 +437,10 @@ def command_line() -> argparse.ArgumentParser:
         default=["bf16", "rowwise"],
         help="one or several, trained in turn (default: bf16 rowwise)",
     )
-    add("--preset", choices=PRESETS, default="tiny", help="sizes and settings (default: tiny)")
-    for f in fields(Preset):
-        kind = positive(float if f.name == "lr" else int)
+    presets = example.presets
+    add("--preset", choices=presets, default="tiny", help="sizes and settings (default: tiny)")
+    for f in fields(presets["tiny"]):
+        kind = positive(float if f.type == "float" else int)
         add(f"--{f.name.replace('_', '-')}", type=kind, metavar="N", help="instead of the preset's")
     add("--schedule", choices=("constant", "cosine"), default="constant", help="after --warmup")
     add("--accumulate", type=positive(int), default=1, metavar="N", help="batches per step")
@@ -452,11 +467,13 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def prepare(args: argparse.Namespace) -> Job:
+def prepare(args: argparse.Namespace, presets: Mapping[str, Preset]) -> Job:
     """What the flags ask for. Raises ValueError, in words, where it cannot be had."""
-    given = {f.name: getattr(args, f.name) for f in fields(Preset)}
-    setup = replace(PRESETS[args.preset], **{k: v for k, v in given.items() if v is not None})
-    model = GPTConfig(setup.layers, setup.dim, setup.heads, setup.hidden, kv_heads=setup.kv_heads)
+    setup = presets[args.preset]
+    given = {f.name: getattr(args, f.name) for f in fields(setup)}
+    setup = replace(setup, **{k: v for k, v in given.items() if v is not None})
+    with torch.device("meta"):
+        setup.model()
     if args.device.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device {args.device}: it must be cpu, or cuda for a GPU (AMD's too)")
     device = torch.device(args.device)
@@ -470,7 +487,6 @@ def prepare(args: argparse.Namespace) -> Job:
     return Job(
         args=args,
         setup=setup,
-        model=model,
         text=text,
         device=device,
         profile=float8.device_profile(device),
@@ -491,7 +507,8 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 def new_record(recipe: str, job: Job) -> Record:
     """An empty record. Its settings decide the losses: a checkpoint must agree on all of them."""
-    args, setup = job.args, asdict(job.setup)
+    args = job.args
+    setup = {name: value for name, value in asdict(job.setup).items() if value is not None}
     if args.schedule == "constant":
         del setup["steps"]  # no loss depends on their number: a resumed training may go further
     settings = {
@@ -528,15 +545,15 @@ def deterministic() -> Iterator[None]:
         yield
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, example: Example = EXAMPLE) -> dict[str, Any]:
     """Train as `argv` says: {"out": folder, "runs": {recipe: record}}. Ctrl-C exits with 130."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = command_line()
+    parser = command_line(example)
     args = parser.parse_args(argv)
     args.recipe = list(dict.fromkeys(args.recipe))
     with contextlib.ExitStack() as stack:
         try:
-            job = prepare(args)
+            job = prepare(args, example.presets)
             if args.assume_device:
                 stack.enter_context(float8.assume_device(args.assume_device))
             for recipe in args.recipe if args.resume else ():  # refusals before any training
@@ -551,7 +568,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         try:
             records = train_all(job)
         except KeyboardInterrupt:
-            command = ["python", os.path.relpath(__file__), *argv, "--resume", str(job.save)]
+            command = ["python", os.path.relpath(example.file), *argv, "--resume", str(job.save)]
             saved = any(job.save.glob("*.pt"))
             print(f"Interrupted. Go on with: {shlex.join(command)}" if saved else "Interrupted.")
             raise SystemExit(130) from None
