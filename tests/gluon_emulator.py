@@ -310,6 +310,7 @@ class Gluon:
 
     def load(self, window: Window, corner: list[int], barrier: Barrier, to: Shared) -> None:
         assert list(to.data.shape) == list(window.block)
+        window.inside(corner)
         fill_nan(to.data)
 
         def land() -> None:
@@ -322,6 +323,7 @@ class Gluon:
     def store(self, window: Window, corner: list[int], source: Shared) -> None:
         assert list(source.data.shape) == list(window.block)
         assert not self.machine.role.unfenced, "a store before the fence"
+        window.inside(corner)
         self.machine.role.stores.append(lambda: window.write(corner, source.data.clone()))
         self.machine.pause()
 
