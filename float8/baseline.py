@@ -1,9 +1,10 @@
-"""Recorded losses of a tiny GPT, and whether this tree still trains to them.
+"""Recorded losses of two tiny GPTs, and whether this tree still trains to them.
 
 ``python -m float8 baseline`` compares and records. A baseline is tests/baselines/<name>.json: the
-losses of 100 steps of the training example (examples/train_gpt.py) for bf16, and for each recipe in
-FN and in FNUZ arithmetic (as on gfx942), with the settings and with what computed them. They run on
-a CPU with one thread, on a text that is made here, so that nothing but arithmetic can move them.
+losses of 100 steps of a training example (examples/train_gpt.py; examples/train_moe.py, where the
+name starts with moe) for bf16, and for each recipe in FN and in FNUZ arithmetic (as on gfx942),
+with the settings and with what computed them. They run on a CPU with one thread, on a text that is
+made here, so that nothing but arithmetic can move them.
 
 A check is **bit for bit** where plain torch computes here as it did there: the same torch version,
 the same ``torch.backends.cpu.get_cpu_capability()``, and the same `arithmetic` (what the CPU model,
@@ -12,10 +13,11 @@ recorded: each of the first 5 losses within 0.1 %, and the mean of all within 0.
 
 The band was measured. Other instruction sets (AVX2, and the least that torch, oneDNN and MKL can
 do with), torch 2.11, and first weights that are off by one part in 10^6 to 10^3: at most 0.004 % in
-the first 5 and 0.04 % in the mean. Products of twice the size: 0.24 % and 3 %. No gradient of the
-weights: 0.6 % and 9 %. 10 % of noise on every product: 0.02 % and 0.36 %. FNUZ bytes under FN's
-maximum: NaN in the first step. Only a check bit for bit tells FN under FNUZ's maximum from FN, or
-one recipe from another (0.03 % and 0.05 %).
+the first 5 and 0.04 % in the mean (of mixtures of experts, where tokens then change their experts,
+0.07 % with the least that torch can do with). Products of twice the size: 0.24 % and 3 %. No
+gradient of the weights: 0.6 % and 9 %. 10 % of noise on every product: 0.02 % and 0.36 %. FNUZ
+bytes under FN's maximum: NaN in the first step. Only a check bit for bit tells FN under FNUZ's
+maximum from FN, or one recipe from another (0.03 % and 0.05 %).
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ FLAGS = (
     "--preset tiny --layers 2 --dim 64 --heads 2 --hidden 176 --seq-len 64 --batch-size 4 "
     "--warmup 10 --lr 3e-3 --schedule constant --seed 0 --device cpu"
 )
-NAMES = ("bf16", *(f"{recipe}-{flavour}" for recipe in RECIPES for flavour in ("fn", "fnuz")))
+MOE_FLAGS = "--hidden 48 --experts 6 --top-k 2 --shared 32"  # instead of, and besides, those
+_NAMES = ("bf16", *(f"{recipe}-{flavour}" for recipe in RECIPES for flavour in ("fn", "fnuz")))
+NAMES = (*_NAMES, *(f"moe-{name}" for name in _NAMES))
 FNUZ_DEVICE = "gfx942"
 
 FIRST, FIRST_BAND = 5, 0.001
@@ -128,13 +132,15 @@ def train(name: str, steps: int) -> dict[str, Any]:
     """Train as the baseline `name` is trained: "settings", "losses" and "stopped" of the example's
     own record. The losses are float32 values, one per step, and fewer where the training stopped.
     """
-    recipe, _, flavour = name.rpartition("-") if name != "bf16" else ("bf16", "", "fn")
-    example = _examples("train_gpt")
+    moe, how = name.startswith("moe-"), name.removeprefix("moe-")
+    recipe, _, flavour = how.rpartition("-") if how != "bf16" else ("bf16", "", "fn")
+    example = _examples("train_moe" if moe else "train_gpt")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "text.txt")
         data.write_bytes(text())
         flags = [
             *FLAGS.split(),
+            *(MOE_FLAGS.split() if moe else ()),
             "--recipe",
             recipe,
             "--steps",

@@ -37,7 +37,7 @@ def changed(losses: list[float], step: int, factor: float) -> list[float]:
 # ------------------------------------------------------------------------------ what is recorded
 
 
-@pytest.mark.parametrize("name", ["rowwise-fn", "blockwise-fnuz"])
+@pytest.mark.parametrize("name", ["rowwise-fn", "blockwise-fnuz", "moe-rowwise-fn"])
 def test_training_gives_the_recorded_losses(name: str) -> None:
     """The first steps only; `python -m float8 baseline --check` is the whole of it."""
     verdict = baseline.check(name, baseline.versions(), 10)
@@ -47,12 +47,16 @@ def test_training_gives_the_recorded_losses(name: str) -> None:
 def test_every_recipe_is_recorded_in_both_arithmetics() -> None:
     files = {path.stem: json.loads(path.read_text()) for path in baseline.FOLDER.glob("*.json")}
     assert set(files) == set(baseline.NAMES)
-    assert set(files) == {"bf16", *(f"{r}-{f}" for r in RECIPES for f in ("fn", "fnuz"))}
-    assert len({json.dumps(recorded["versions"]) for recorded in files.values()}) == 1
+    dense = {"bf16", *(f"{r}-{f}" for r in RECIPES for f in ("fn", "fnuz"))}
+    assert set(files) == dense | {f"moe-{name}" for name in dense}
+    for moe in (False, True):
+        made_by = [r["versions"] for name, r in files.items() if name.startswith("moe-") == moe]
+        assert len(set(map(json.dumps, made_by))) == 1
     curves = set()
     for name, recorded in files.items():
         assert recorded["name"] == name
-        assert recorded["settings"]["recipe"] == name.rpartition("-")[0] or name == "bf16"
+        how = name.removeprefix("moe-")
+        assert recorded["settings"]["recipe"] == how.rpartition("-")[0] or how == "bf16"
         expected = baseline.FNUZ_DEVICE if name.endswith("fnuz") else None
         assert recorded["settings"]["assumed device"] == expected
         losses = recorded["losses"]
@@ -295,7 +299,7 @@ def test_what_cannot_be_asked_is_refused_in_words(
     assert_expected_inline(
         "\n".join(said),
         """\
-python -m float8 baseline: error: argument --check: there is no baseline 'rowwise'; those are bf16, tensorwise-fn, tensorwise-fnuz, rowwise-fn, rowwise-fnuz, rowwise_wgrad_hp-fn, rowwise_wgrad_hp-fnuz, blockwise-fn, blockwise-fnuz, mxfp8-fn, mxfp8-fnuz
+python -m float8 baseline: error: argument --check: there is no baseline 'rowwise'; those are bf16, tensorwise-fn, tensorwise-fnuz, rowwise-fn, rowwise-fnuz, rowwise_wgrad_hp-fn, rowwise_wgrad_hp-fnuz, blockwise-fn, blockwise-fnuz, mxfp8-fn, mxfp8-fnuz, moe-bf16, moe-tensorwise-fn, moe-tensorwise-fnuz, moe-rowwise-fn, moe-rowwise-fnuz, moe-rowwise_wgrad_hp-fn, moe-rowwise_wgrad_hp-fnuz, moe-blockwise-fn, moe-blockwise-fnuz, moe-mxfp8-fn, moe-mxfp8-fnuz
 python -m float8 baseline: error: argument --steps: 0 is not a number of steps from 1 to 2
 --steps is for --check: a baseline always holds all its steps.
 python -m float8 baseline: error: argument --update: not allowed with argument --check

