@@ -71,15 +71,21 @@ class Router(nn.Module):
             scores = probabilities = logits.softmax(-1)
         else:
             scores = logits.sigmoid()
-            probabilities = scores / scores.sum(-1, keepdim=True)
+            probabilities = _shares(scores)
         weights, chosen = scores.topk(self.top_k, -1)
         if self.top_k > 1:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = _shares(weights)
         return weights, chosen, probabilities
 
     def extra_repr(self) -> str:
         experts, dim = self.weight.shape
         return f"{dim}, {experts} experts, top_k={self.top_k}, score={self.score}"
+
+
+def _shares(scores: Tensor) -> Tensor:
+    """Scores to sum to 1; all 0 stay so, as sigmoids of large negative numbers are (DeepSeek-V3's
+    code adds 1e-20)."""
+    return scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
 class Experts(nn.Module):
@@ -237,4 +243,5 @@ def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 @torch.no_grad()
 def _init_uniform(weight: Tensor) -> None:
     """As nn.Linear has it: the variance of what comes out is a third of that of what goes in."""
-    weight.uniform_(-(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+    bound = max(1, weight.shape[-1]) ** -0.5
+    weight.uniform_(-bound, bound)

@@ -199,6 +199,23 @@ def test_fnuz(name: str) -> None:
 # ---- balance -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_scores_that_are_too_small_for_float32(k: int) -> None:
+    """Sigmoids of -200: no expert is any token's, and nothing is 0 / 0, in backward either."""
+    moe, x = MoE(D, F_, experts=4, top_k=k, score="sigmoid"), torch.ones(3, D, requires_grad=True)
+    with torch.no_grad():
+        moe.router.weight.fill_(-200 / D)
+    y, balance, _ = moe(x)
+    assert not y.any() and balance == 0
+    (1e4 * y.sum() + balance).backward()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, *moe.parameters()))
+
+
+def test_experts_without_width() -> None:
+    y, *_ = MoE(D, 0, experts=4, top_k=2)(torch.randn(3, D))
+    assert y.shape == (3, D) and not y.any()
+
+
 def test_the_loss_of_balance() -> None:
     even = torch.full((12, E), 1 / E)
     assert balance_loss(even, torch.full((E,), 4)) == pytest.approx(1)
