@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
@@ -386,6 +387,26 @@ def test_checkpointing_gives_the_same_bits(recipe: Recipe | None, use_reentrant:
     with saved_bytes() as total:
         call(x.requires_grad_())
     assert total() <= x.nbytes
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_fully_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    moe, x = layer(ROWWISE, shared_hidden=32), torch.randn(20, D)
+    expected = step(moe, x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(moe.experts, mesh=mesh)
+        fully_shard(moe, mesh=mesh)
+        y, balance, _ = moe(x)
+        (y.square().sum() + balance).backward()
+        grads = [p.grad.to_local() for p in moe.parameters()]  # type: ignore[union-attr]
+        assert_all_same([y.detach(), *grads], [expected[0], *expected[3:]])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_on_the_meta_device() -> None:
