@@ -95,6 +95,13 @@ class Float8Weight(torch.Tensor):
     def __dlpack_device__(self) -> Any:
         return self.original.__dlpack_device__()
 
+    def share_memory_(self) -> Float8Weight:
+        self.original.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.original.is_shared()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"Float8Weight({self.original!r}, recipe={self.recipe.name}{grad})"

@@ -747,6 +747,16 @@ def test_in_place_ops_change_the_weight() -> None:
     assert torch.equal(w, expected) and torch.equal(w.plain(), expected)
 
 
+def test_memory_that_processes_share() -> None:
+    layer, x = wrapped(), torch.randn(6, 32, dtype=BF16)
+    y, weight = layer(x).detach(), layer.weight
+    assert not weight.is_shared()
+    layer.share_memory()
+    assert layer.weight is weight and isinstance(weight, Float8Weight)
+    assert weight.is_shared() and weight.original.is_shared()
+    assert_same_bytes(layer(x), y)
+
+
 def test_plain_shares_storage_and_passes_the_gradient() -> None:
     layer = wrapped()
     plain = layer.weight.plain()
