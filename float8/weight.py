@@ -100,7 +100,8 @@ class Float8Weight(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        return self.original.is_shared()
+        shared: bool = self.original.is_shared()
+        return shared
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -139,6 +140,8 @@ class Float8Weight(torch.Tensor):
             edge = torch.autograd.graph.get_gradient_edge
             return func(*_each(args, lambda t: edge(t) if isinstance(t, cls) else t), **kwargs)
         product = _PRODUCTS.get(func)
+        if product is None and isinstance(func, torch._ops.OpOverloadPacket):
+            product = _FOREIGN.get(str(func))
         with torch._C.DisableTorchFunctionSubclass():
             if product is None:
                 return func(*args, **kwargs)
@@ -540,6 +543,8 @@ _FORMS: dict[tuple[Any, ...], Callable[..., Any]] = {
     (torch._grouped_mm,): _grouped,  # what F.grouped_mm calls
 }
 _PRODUCTS = {spelling: form for spellings, form in _FORMS.items() for spelling in spellings}
+# What transformers takes for F.grouped_mm of experts in compiled code, unless they are in bf16.
+_FOREIGN = {"transformers.grouped_mm_fallback": _grouped}
 
 
 # ----------------------------------------------------------------------------------------- modules

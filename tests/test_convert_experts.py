@@ -7,6 +7,7 @@ takes the real ones where transformers is installed.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -268,6 +269,26 @@ def test_stacks_are_kept_where_a_pattern_means_them() -> None:
         assert list(report.converted) == ["moe.experts.up", "moe.experts.down"]
 
 
+@NAMED
+def test_the_op_of_transformers_for_compiled_experts(recipe: Recipe) -> None:
+    """In float32 it replaces torch's grouped_mm, which inductor takes in bf16 alone."""
+    if importlib.util.find_spec("transformers") is not None:
+        pytest.skip("test_models_of_transformers_compile has the real one")
+    name = "transformers::grouped_mm_fallback"
+    with torch.library._scoped_library("transformers", "DEF") as lib:
+        torch.library.define(name, "(Tensor input, Tensor weight, Tensor offs) -> Tensor", lib=lib)
+        layer = GroupedLinear(H, D)
+        convert(layer, recipe)
+        x, offs = torch.randn(20, D), torch.tensor([3, 3, 12, 20], dtype=torch.int32)
+
+        def call(x: Tensor) -> Tensor:
+            return torch.ops.transformers.grouped_mm_fallback(x, layer.weight.mT, offs=offs)
+
+        assert_same_bytes(call(x), layer(x, offs))
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert_same_bytes(compiled(x), layer(x, offs))
+
+
 # ---- transformers' own ---------------------------------------------------------------------------
 
 
@@ -321,3 +342,16 @@ def test_models_of_transformers(name: str, way: str) -> None:
     kept = {line.name.split(".")[-2] if "gate.weight" in line.name else line.name.split(".")[-1]
             for line in summary(model).layers if not line.recipe}  # fmt: skip
     assert kept <= {"gate", "router", "lm_head"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_models_of_transformers_compile(dtype: torch.dtype) -> None:
+    model = _real()["mixtral"]().to(dtype)
+    model.set_experts_implementation("grouped_mm")
+    convert(model)
+    layer, x = model.model.layers[0].mlp, torch.randn(2, 16, 64, dtype=dtype)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert_same_bytes(compiled(x), layer(x))
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in layer.experts.parameters())
