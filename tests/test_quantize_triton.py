@@ -84,8 +84,10 @@ def check(x: Tensor, row: CastPlan | None, col: CastPlan | None) -> None:
 def test_both_layouts_have_the_bytes_of_the_reference(shape: tuple[int, int, int]) -> None:
     rng = random.Random(str(shape))
     torch.manual_seed(rng.randrange(1000))
-    # The interpreter takes 10 ms a program: a third of the pairs there, others for each shape.
-    for row_block, col_block in PAIRS if GPU else rng.sample(PAIRS, 12):
+    # The interpreter takes 10 ms a program, and 40 ms a row of the row kernel, which knows no whole
+    # tiles: a third of the pairs there, others for each shape.
+    pairs = [p for p in PAIRS if p[0] != (1, FULL) or shape[1] < 100]
+    for row_block, col_block in PAIRS if GPU else rng.sample(pairs, 12):
         dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
         spread = torch.exp2(torch.randint(-12, 12, (*shape[:2], 1)).float())
         x = (torch.randn(shape) * spread).to(dtype)
