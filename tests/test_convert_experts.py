@@ -8,6 +8,7 @@ takes the real ones where transformers is installed.
 from __future__ import annotations
 
 import importlib.util
+import types
 from collections.abc import Callable
 
 import pytest
@@ -267,6 +268,43 @@ def test_stacks_are_kept_where_a_pattern_means_them() -> None:
         report = convert(model, keep=keep)
         assert "moe.experts.gate" in report.skipped
         assert list(report.converted) == ["moe.experts.up", "moe.experts.down"]
+
+
+MODELING = """
+from torch import nn
+from torch.nn import functional as F
+
+class SiLUActivation(nn.Module):
+    def forward(self, input):
+        return F.silu(input)
+
+class {name}(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = nn.Linear(32, 48, bias=False)
+        self.up_proj = nn.Linear(32, 48, bias=False)
+        self.down_proj = nn.Linear(48, 32, bias=False)
+        self.{act} = SiLUActivation()
+
+    def forward(self, x):
+        return self.down_proj(self.{act}(self.gate_proj(x)) * self.up_proj(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [("DeepseekV3MLP", "act_fn"), ("Qwen3MoeMLP", "act_fn"), ("Llama4TextMLP", "activation_fn")],
+)
+def test_shared_experts_of_transformers_become_one_call(name: str, act: str) -> None:
+    module = types.ModuleType("transformers.models.some.modeling_some")
+    exec(MODELING.format(name=name, act=act), vars(module))
+    shared, x = vars(module)[name](), torch.randn(20, D)
+    plain = step(shared, x)
+    assert convert(shared).fused == {"": "rowwise"}
+    for got, expected in zip(step(shared, x), plain, strict=True):
+        assert 0 < relative_error(got, expected) < 0.1
+    float8.revert(shared)
+    assert type(shared).__name__ == name
 
 
 @NAMED
