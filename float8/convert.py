@@ -20,8 +20,8 @@ What becomes of a place that multiplies a weight:
   behind its layer's back is skipped with the reason.
 
 A pattern (``fnmatch``, case matters) matches a layer by its full dotted name or the last component
-of it, and a parameter also by the names of its module. The pattern "gate" of ``keep`` means routers
-and no stack of experts, which "*.gate" keeps.
+of it, and a parameter also by the names of its module. Of ``keep`` the patterns of GATES mean
+routers and no stack of experts, which "*.gate" keeps.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ from .weight import Float8Weight, unwrap_parameter, wrap_parameter
 RecipeMap = Mapping[str, Recipe | None]
 Experts = Recipe | Literal["auto", False]
 
-# Logits and routing: small gain, large harm. GATE is for routers alone: of a stack of expert
-# matrices it is the name of half the weights.
-GATE = "gate"
-KEEP = ("lm_head", "output", "*router*", GATE, "shared_expert_gate")
+# Logits and routing: small gain, large harm. GATES are for routers alone, which may be modules
+# (DeepSpeed's and HunYuan's have their layer in gate.wg): of a stack of expert matrices that is the
+# name of half the weights.
+GATES = ("gate", "gate.*", "*.gate.*")
+KEEP = ("lm_head", "output", "*router*", *GATES, "shared_expert_gate")
 
 # Why the last convert left a place alone: module -> parameter -> reason; "" is the parameter of a
 # SwiGLU layer. For summary(); a copied model has none, and its summary says less.
@@ -207,7 +208,7 @@ def _decide(
 ) -> Recipe | str:
     """The site's recipe, or why it has none; ``used`` gets what patterns and options had a say.
     One that asks for FP8 where that cannot be has none."""
-    kept = [p for p in keep if site.matches(p) and (p != GATE or site.kind != "experts")]
+    kept = [p for p in keep if site.matches(p) and (p not in GATES or site.kind != "experts")]
     used.update(("keep", pattern) for pattern in kept)
     if kept:
         return f"kept by pattern {kept[0]!r}"

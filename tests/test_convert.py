@@ -276,6 +276,19 @@ def test_default_keep_may_match_nothing_and_covers_routers() -> None:
     assert list(convert(model).converted) == ["gate_proj"]
 
 
+def test_default_keep_covers_routers_of_several_layers() -> None:
+    def moe() -> nn.ModuleDict:
+        gate = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        stack = nn.ParameterDict({"weight": nn.Parameter(torch.randn(4, 16, 16))})
+        return nn.ModuleDict({"gate": gate, "gated": nn.Linear(16, 16), "experts": stack})
+
+    model = nn.ModuleDict({"block": moe(), "gate": nn.ModuleDict({"wg": nn.Linear(16, 4)})})
+    assert list(convert(model).converted) == ["block.gated", "block.experts.weight"]
+    assert list(convert(moe()).converted) == ["gated", "experts.weight"]
+    stacks = nn.ModuleDict({"gate": moe()["experts"], "up": moe()["experts"]})
+    assert list(convert(stacks).converted) == ["gate.weight", "up.weight"]
+
+
 def test_a_map_gives_each_layer_its_recipe() -> None:
     model = Net()
     report = convert(model, {"blocks.0.up": None, "up": MXFP8, "blocks.*": TENSORWISE}, keep=())
