@@ -410,7 +410,8 @@ def test_machine_code(target: str) -> None:
     for kernel in kernels:
         scaled = kernel["mode"].startswith("mx") and target in ("sm_100", "gfx950")
         assert kernel["mx" if scaled else "fp8"] == kernel["all"] > 0, kernel
-        assert kernel["scratch"] == 0, kernel
+        # With groups, two words that are read once a tile may be kept in memory.
+        assert kernel["scratch"] <= (8 if "," in kernel["mode"] else 0), kernel
         assert kernel["shared"] <= describe(target).shared_memory, kernel
         # Partial sums are added in float32, and the compiler has not undone it.
         sums = kernel["mode"].split(",")[0] in ("row", "any strides")

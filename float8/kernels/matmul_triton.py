@@ -211,7 +211,7 @@ def matmul_kernel(
                 TMA, EVEN_K, NEAR, WIDE,
             )  # fmt: skip
     else:
-        first = tl.program_id(0)  # of this program's tiles of a group
+        tile = tl.program_id(0)
         # Rows of no group are another one, of no steps.
         for g in range(G + 1 if GROUPS == "rows" else G):
             group = tl.cast(g, tl.int64)
@@ -230,7 +230,7 @@ def matmul_kernel(
                 own_a, own_b = scale_a + group * scale_a_g, scale_b + group * scale_b_g
             down = tl.cdiv(high - low, BM)
             tiles = down * across
-            for tile in tl.range(first, tiles, tl.num_programs(0)):
+            while tile < tiles:
                 i, j = _corner(tile, down, across, GROUP)
                 _multiply_tile(
                     a, b, own_a, own_b, own_out, low + i * BM, j * BN, g * b_rows + j * BN,
@@ -240,8 +240,8 @@ def matmul_kernel(
                     ROWS, COLUMNS, INNER, A_FORMAT, B_FORMAT, PROMOTE, GROUPS, BM, BN, BK,
                     TMA, EVEN_K, NEAR, WIDE,
                 )  # fmt: skip
-            programs = tl.num_programs(0)
-            first += tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
+                tile += tl.num_programs(0)
+            tile -= tiles  # the next group's are counted from its first
 
 
 class Tiling(NamedTuple):
