@@ -76,13 +76,15 @@ class _SwigluExperts(torch.autograd.Function):
         products: list[Tensor] = []
         saved: list[Tensor | None] = []
         for w_EDN, copies in zip(into, cached[1:], strict=True):
-            w, w_t = stack_layouts(w_EDN, forward.b, dgrad.b, save_weights and needs_x, copies)
+            w, w_t = stack_layouts(
+                w_EDN, forward.b, dgrad.b if needs_x else None, save_weights, copies
+            )
             products.append(multiply_rows(x, w, offs, forward, dtype))
             saved += w_t if needs_x else _NOTHING
         gate_TF, up_TF = halves(products)
         h, h_t = _cast_hidden(gate_TF, up_TF, offs, forward.a, keep_h)
         w, w_t = stack_layouts(
-            down_EFD, forward.b, dgrad.b, save_weights and into_hidden, cached[0]
+            down_EFD, forward.b, dgrad.b if into_hidden else None, save_weights, cached[0]
         )
         y_TD = multiply_rows(h, w, offs, forward, dtype)
 

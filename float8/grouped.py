@@ -21,7 +21,7 @@ from .devices import DeviceProfile, assumed_device, device_profile
 from .kernels.grouped import IMPLEMENTATIONS, WGRAD_IMPLEMENTATIONS, select, zero_tail
 from .kernels.matmul import Operand
 from .kernels.quantize import CastPlan
-from .linear import Cached, Parts, cast_layouts, kept_whole, weight_layouts
+from .linear import Cached, Parts, cast_layouts, kept_whole, weight_for_dgrad, weight_layouts
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .scaling import Block, scale_dtype
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
@@ -55,14 +55,15 @@ def stack_layouts(
     w_GKN: Tensor, forward: CastPlan | None, dgrad: CastPlan | None, save: bool, cached: Cached
 ) -> tuple[Parts, Parts]:
     """FP8 parts [G, N, K] of weights for forward, and what backward is to have for dgrad: parts
-    [G, K, N] where they are to be saved or cached already, else (weights, None)."""
-    w, w_t = weight_layouts(w_GKN.mT, forward, dgrad, save, cached)
-    return w, (w_GKN, None) if w_t[1] is None else w_t
+    [G, K, N] where they are to be saved or cached already, else as ``weight_layouts``."""
+    w, (w_t, other) = weight_layouts(w_GKN.mT, forward, dgrad, save, cached)
+    return w, (w_t if w_t.itemsize == 1 else w_GKN, other)
 
 
 def stack_for_dgrad(saved: Parts, dgrad: Plan) -> Parts:
     """The FP8 parts that dgrad multiplies, of what ``stack_layouts`` gave backward."""
-    return cast_layouts(saved[0], dgrad.b, None)[0] if saved[1] is None else saved
+    w, other = saved
+    return saved if w.itemsize == 1 else weight_for_dgrad((w.mT, other), dgrad)
 
 
 def multiply_rows(a: Parts, b: Parts, offs: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
@@ -111,9 +112,8 @@ class _GroupedMM(torch.autograd.Function):
         forward, dgrad, wgrad = plans
         keep_x = wgrad.b if needs_gw and wgrad is not None else None
         x, (x_t, x_t_scale, _) = cast_groups(x_TK, offs, forward and forward.a, keep_x)
-        w, w_t = stack_layouts(
-            w_GKN, forward and forward.b, dgrad and dgrad.b, save_weight and needs_gx, cached
-        )
+        later = dgrad.b if needs_gx and dgrad is not None else None
+        w, w_t = stack_layouts(w_GKN, forward and forward.b, later, save_weight, cached)
         if forward is None:
             y_TN: Tensor = torch.ops.float8.grouped_mm_hp(x_TK, w_GKN.to(dtype), offs)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernels.quantize import CastPlan
+from .kernels.quantize import CastPlan, can_measure
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
 
@@ -24,23 +24,18 @@ def cast_layouts(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> t
     cast that is None."""
     if cast is not None and cast_t is not None:
         data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(
-            x,
-            cast.block,
-            cast.dtype,
-            cast.scale_mode,
-            cast_t.block,
-            cast_t.dtype,
-            cast_t.scale_mode,
-        )
+            x, cast.block, cast.dtype, cast.scale_mode,
+            cast_t.block, cast_t.dtype, cast_t.scale_mode,
+        )  # fmt: skip
         return (data, scale), (data_t, scale_t)
     return _cast_one(x, cast), _cast_one(x.mT, cast_t)
 
 
-def _cast_one(x: Tensor, cast: CastPlan | None) -> Parts:
+def _cast_one(x: Tensor, cast: CastPlan | None, amax: Tensor | None = None) -> Parts:
     if cast is None:
         return None, None
     # Not ``*cast``: torch 2.11 does not trace the unpacking of a named tuple here.
-    data, scale = torch.ops.float8.quantize(x, cast.block, cast.dtype, cast.scale_mode)
+    data, scale = torch.ops.float8.quantize(x, cast.block, cast.dtype, cast.scale_mode, amax)
     return data, scale
 
 
@@ -59,23 +54,26 @@ Cached = tuple[Float8TrainingTensor | None, Float8TrainingTensor | None]  # of w
 def weight_layouts(
     weight: Tensor, cast: CastPlan | None, cast_t: CastPlan | None, save: bool, cached: Cached
 ) -> tuple[Parts, Parts]:
-    """FP8 parts of a weight for forward, and what backward is to have for dgrad: parts of its
-    transpose where they are to be saved or cached already, else (weight, None)."""
+    """FP8 parts of a weight for forward, and what backward is to have for dgrad, if there is a
+    cast_t: parts of its transpose where they are to be saved or cached already, else the weight and
+    None, or the amax that its second cast would have to find."""
     w, w_t = cached
-    parts, parts_t = cast_layouts(
-        weight, cast if w is None else None, cast_t if save and w_t is None else None
-    )
-    if w is not None:
-        parts = w.qdata, w.scale
-    if w_t is not None:
-        parts_t = w_t.qdata, w_t.scale
+    if cast and cast_t and not save and w is w_t is None and can_measure(weight, cast, cast_t):
+        data, scale, amax = torch.ops.float8.quantize_and_measure(
+            weight, cast.block, cast.dtype, cast.scale_mode, cast_t.block
+        )
+        return (data, scale), (weight, amax)
+    now, later = cast if w is None else None, cast_t if save and w_t is None else None
+    parts, parts_t = cast_layouts(weight, now, later)
+    parts = parts if w is None else (w.qdata, w.scale)
+    parts_t = parts_t if w_t is None else (w_t.qdata, w_t.scale)
     return parts, (weight, None) if parts_t[0] is None else parts_t
 
 
 def weight_for_dgrad(saved: Sequence[Any], dgrad: Plan) -> Parts:
     """The FP8 parts that dgrad multiplies, of what ``weight_layouts`` gave backward."""
-    w, scale = saved
-    return cast_layouts(w, None, dgrad.b)[1] if scale is None else (w, scale)
+    w, other = saved
+    return (w, other) if w.itemsize == 1 else _cast_one(w.mT, dgrad.b, other)
 
 
 class _Linear(torch.autograd.Function):
@@ -98,9 +96,8 @@ class _Linear(torch.autograd.Function):
         (forward, dgrad, wgrad), cached = plans, (cached_NK, cached_KN)
         keep_x = wgrad.b if needs_gw and wgrad is not None else None
         x, x_t = cast_layouts(x_MK, None if forward is None else forward.a, keep_x)
-        w, w_t = weight_layouts(
-            w_NK, forward and forward.b, dgrad and dgrad.b, save_weight and needs_gx, cached
-        )
+        later = dgrad.b if needs_gx and dgrad is not None else None
+        w, w_t = weight_layouts(w_NK, forward and forward.b, later, save_weight, cached)
         if forward is None:
             y_MN = torch.mm(x_MK, w_NK.to(dtype).t())
         else:

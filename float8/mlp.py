@@ -83,7 +83,7 @@ class _SwigluMLP(torch.autograd.Function):
             z, z_t = tuple(parts[:2]), tuple(parts[2:])
         into_x, into_hidden = any(needs[:2]), any(needs[:4])  # where gradients pass through
         (w_gate, gate_t), (w_up, up_t), (w_down, down_t) = (
-            weight_layouts(w, forward.b, dgrad.b, save_weights and into, copies)
+            weight_layouts(w, forward.b, dgrad.b if into else None, save_weights, copies)
             for w, into, copies in (
                 (gate_FD, into_x, cached[:2]),
                 (up_FD, into_x, cached[2:4]),

@@ -16,6 +16,7 @@ from .kernels import quantize_grouped as _quantize_grouped  # noqa: F401
 
 quantize = torch.ops.float8.quantize
 quantize_dual = torch.ops.float8.quantize_dual
+quantize_and_measure = torch.ops.float8.quantize_and_measure
 quantize_grouped = torch.ops.float8.quantize_grouped
 quantize_static = torch.ops.float8.quantize_static
 dequantize = torch.ops.float8.dequantize

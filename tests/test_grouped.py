@@ -486,8 +486,9 @@ def test_only_what_a_requested_gradient_needs_is_kept(recipe: Recipe) -> None:
     saves = recipe.weight_for_dgrad == "save"
     assert kept(False, False) == []
     frozen_w = kept(True, False)
-    assert (storages(*frozen_w) == storages(w, offs)) != saves
-    assert sum(t.nbytes for t in frozen_w) <= w.nbytes + offs.nbytes
+    assert (storages(w, offs) <= storages(*frozen_w)) != saves
+    # Besides them the amaxes with which w is cast again.
+    assert sum(t.nbytes for t in frozen_w) <= w.nbytes + offs.nbytes + 4 * 3 * 128
     frozen_x = kept(False, True)
     assert storages(w).isdisjoint(storages(*frozen_x))
     if recipe.wgrad is None:
@@ -505,8 +506,9 @@ def test_one_byte_for_each_element_of_x() -> None:
     x = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True)
     with saved_bytes() as total:
         float8.grouped_mm(x, w.mT, ends([128, 128]))
-    # A group more of padding than there is, the scales, offs, and the weight, seen through a view.
-    assert total() - w.nbytes <= padded_tokens(256, 2) * 128 + 2 * 128 * 4 + 8
+    # A group more of padding than there is, the scales, offs, and the weight, seen through a view,
+    # with the amaxes to cast it again.
+    assert total() - w.nbytes <= padded_tokens(256, 2) * 128 + 2 * 2 * 128 * 4 + 8
 
 
 @every

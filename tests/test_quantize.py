@@ -755,6 +755,22 @@ def test_given_amax_stands_for_the_measured_one(
     assert_same_bytes(back, want)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(5, 7), (128, 256), (3, 36, 200)], ids=str)
+@pytest.mark.parametrize("later", [(1, FULL), (FULL, FULL)], ids=["rowwise", "tensorwise"])
+@granularity
+def test_quantize_and_measure_is_one_cast_and_what_the_next_needs(
+    block: Block, mode: str, later: Block, shape: tuple[int, ...], device: str
+) -> None:
+    lead = (1,) * (len(shape) - 2)
+    block, later = (*lead, *block[-2:]), (*lead, *later)
+    for x in (awkward(shape, torch.bfloat16, device), torch.randn(shape, device=device).mT):
+        data, scale, amax = ops.quantize_and_measure(x, block, E4M3FN.dtype, mode, later)
+        assert_same_cast((data, scale), ops.quantize(x, block, E4M3FN.dtype, mode))
+        given = ops.quantize(x.mT, later, E4M3FN.dtype, "fp32", amax)
+        assert_same_cast(given, ops.quantize(x.mT, later, E4M3FN.dtype, "fp32"))
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ GPU = torch.cuda.is_available()
 if not GPU:
     import interpreter  # noqa: F401
 from float8.kernels import quantize_triton  # noqa: E402
-from float8.kernels.quantize_triton import quantize_layouts  # noqa: E402
+from float8.kernels.quantize_triton import quantize_and_measure, quantize_layouts  # noqa: E402
 
 FORMATS = (E4M3FN, E5M2) if GPU else (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)
 MODES = ("fp32", "fp32", "pow2", "e8m0_floor", "e8m0_even", "e8m0_ceil", "e8m0_rceil")
@@ -114,6 +115,42 @@ def test_given_amax() -> None:
         for given in (amax, strided):
             for ours, theirs in zip(quantize_layouts(x, row, col, given), measured, strict=True):
                 assert_same_bytes(ours, theirs)
+
+
+@pytest.mark.parametrize("columns", [130, 300])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        ((1, FULL), (1, FULL)),
+        ((FULL, FULL), (1, FULL)),
+        ((1, FULL), (FULL, FULL)),
+        ((FULL, FULL), (FULL, FULL)),
+    ],
+)
+def test_an_amax_that_the_first_cast_measures_serves_the_second(
+    blocks: tuple[Any, Any], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not GPU:  # rows of 300 do not stay in registers
+        monkeypatch.setattr(quantize_triton, "_MAX_ROW", 256)
+        monkeypatch.setattr(quantize_triton, "_cast", quantize_triton._cast.__wrapped__)
+    x = torch.randn(3, 37, columns, device="cuda" if GPU else "cpu").to(torch.bfloat16)
+    x[1, 4, 5], x[2, :, 7], x[0, 3] = math.nan, 0, 0
+    row, col = (CastPlan(block, E4M3FN.dtype, "fp32") for block in blocks)
+    both = quantize_layouts(x, row, col)
+    *first, amax = quantize_and_measure(x, row, col)
+    expected = reference.quantize_and_measure(x, (1, *row.block), *row[1:], (1, *col.block))
+    assert_same_bytes(amax, expected[2])
+    # From x, and from a transposed view, as a weight is cast for dgrad.
+    for second in (quantize_layouts(x, None, col, amax), quantize_layouts(x.mT, col, None, amax)):
+        for ours, theirs in zip((*first, *second), both, strict=True):
+            assert_same_bytes(ours, theirs)
+    # A given amax decides where rows lie in registers too.
+    for ours, theirs in zip(
+        quantize_layouts(x.mT.contiguous(), col, None, amax * 2),
+        reference.quantize(x.mT, (1, *col.block), *col[1:], amax * 2),
+        strict=True,
+    ):
+        assert_same_bytes(ours, theirs)
 
 
 def test_prepared_launches_serve_other_values_and_alignments() -> None:

@@ -54,6 +54,10 @@ _LIB.define(
     "ScalarType dtype_t, str scale_mode_t, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIB.define(
+    "quantize_and_measure(Tensor x, int[] block, ScalarType dtype, str scale_mode, int[] block_t) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_LIB.define(
     "quantize_static(Tensor x, Tensor scale, int[] block, ScalarType dtype) -> (Tensor, Tensor)"
 )
 _LIB.define("dequantize(Tensor data, Tensor scale, int[] block, ScalarType dtype) -> Tensor")
@@ -70,7 +74,8 @@ def quantize(
         dtype: an FP8 dtype.
         scale_mode: one of ``float8.scaling.SCALE_MODES``.
         amax: max |x|, where it is known already, which spares a pass over x: float32 of the scale's
-            shape, for a tensorwise cast; NaN or Inf where x holds one. Values beyond it saturate.
+            shape, for a tensorwise or rowwise cast; not negative; NaN or Inf where x holds one.
+            Values beyond it saturate.
 
     Returns:
         data: ``dtype``, shape of ``x``, contiguous.
@@ -101,13 +106,39 @@ def quantize_dual(
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize`` of x and of its transpose (the last two dimensions swapped), which a kernel does
-    in fewer passes; ``amax`` is for both.
+    in fewer passes; ``amax`` is for both, which then are tensorwise.
 
     Returns: (data, scale) of x and (data, scale) of the transpose, both contiguous in their own
         shapes.
     """
+    check_dual_amax(x, amax, block, block_t)
     transposed = quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t, amax)
     return (*quantize(x, block, dtype, scale_mode, amax), *transposed)
+
+
+def quantize_and_measure(
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str, block_t: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize`` of x now, and what spares a later ``quantize`` of its transpose a pass over x.
+
+    Args:
+        block_t: of the later cast, tensorwise or rowwise.
+
+    Returns: data, scale, and the ``amax`` of the later cast: float32,
+        ``scale_shape(x.transpose(-2, -1).shape, block_t)``.
+
+    Raises:
+        ValueError: as ``quantize``; or block_t is of neither kind.
+    """
+    x_t = x.transpose(-2, -1)
+    _check_measured(x_t.shape, block_t)
+    return *quantize(x, block, dtype, scale_mode), block_amax(x_t, block_t)
+
+
+def can_measure(x: Tensor, cast: CastPlan, cast_t: CastPlan) -> bool:
+    """Whether ``quantize_and_measure`` spares the second of two casts a pass: both must know whole
+    rows, or all of x, first, and x must lie in rows, of which one pass takes both amaxes."""
+    return _whole(cast.block) and _whole(cast_t.block) and x.stride(-1) == 1
 
 
 def quantize_static(
@@ -228,21 +259,38 @@ def _quantize_dual_gpu(
     layouts = _layouts(x.shape, x.dtype, device_profile(x.device), cast, cast_t)
     if layouts is None:
         return quantize_dual(x, *cast, *cast_t, amax)
-    for each in (block, block_t):
-        check_amax(x, amax, each)
+    check_dual_amax(x, amax, block, block_t)
     data, scale, data_t, scale_t = _launch(x, layouts[0], layouts[1], amax)
     return data, scale, data_t, scale_t
 
 
-def _launch(
-    x: Tensor, row: CastPlan, col: CastPlan | None, amax: Tensor | None
-) -> tuple[Tensor, ...]:
-    from .quantize_triton import quantize_layouts
+def _quantize_and_measure_gpu(
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str, block_t: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    cast, later = (CastPlan(tuple(b), dtype, scale_mode) for b in (block, block_t))
+    _check_measured(x.transpose(-2, -1).shape, block_t)
+    layouts = _layouts(x.shape, x.dtype, device_profile(x.device), cast, later)
+    if layouts is None:
+        return quantize_and_measure(x, *cast, block_t)
+    data, scale, amax = _launch(x, layouts[0], layouts[1], None, measured=True)
+    return data, scale, amax
 
-    if x.device.index == torch.cuda.current_device():
-        return quantize_layouts(x, row, col, amax)
-    with torch.cuda.device(x.device):  # Triton launches on the current device
-        return quantize_layouts(x, row, col, amax)
+
+def _launch(
+    x: Tensor,
+    row: CastPlan,
+    col: CastPlan | None,
+    amax: Tensor | None,
+    measured: bool = False,
+) -> tuple[Tensor, ...]:
+    from .quantize_triton import quantize_and_measure, quantize_layouts
+
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):  # Triton launches on the current device
+            return _launch(x, row, col, amax, measured)
+    if measured and col is not None:
+        return quantize_and_measure(x, row, col)
+    return quantize_layouts(x, row, col, amax)
 
 
 def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
@@ -261,21 +309,41 @@ def _check_cast(shape: torch.Size, x_dtype: torch.dtype, block: Block, dtype: to
 
 
 def check_amax(x: Tensor, amax: Tensor | None, block: Block) -> None:
-    """Raise ValueError unless ``amax`` is None, or may stand for the amax of x in a tensorwise
-    cast."""
+    """Raise ValueError unless ``amax`` is None, or may stand for the amax of x in a tensorwise or
+    rowwise cast."""
     if amax is None:
         return
     check_devices(x, amax)
     needed = scale_shape(x.shape, block)
-    if (
-        tuple(block[-2:]) != (FULL, FULL)
-        or amax.dtype != torch.float32
-        or tuple(amax.shape) != needed
-    ):
+    if not _whole(block) or amax.dtype != torch.float32 or tuple(amax.shape) != needed:
         raise ValueError(
             f"amax is {amax.dtype} of shape {tuple(amax.shape)} for blocks {block_name(block)}; "
-            f"only a tensorwise cast takes one, torch.float32 of the scale's shape {needed}; leave "
-            "it out to have it measured"
+            "only a tensorwise or rowwise cast takes one, torch.float32 of the scale's shape "
+            f"{needed}; leave it out to have it measured"
+        )
+
+
+def _whole(block: Block) -> bool:
+    """Whether blocks are whole rows, or all of them."""
+    return tuple(block[-2:]) in ((1, FULL), (FULL, FULL))
+
+
+def check_dual_amax(x: Tensor, amax: Tensor | None, block: Block, block_t: Block) -> None:
+    """Raise ValueError unless ``amax`` is None, or may stand for both layouts' amax."""
+    if amax is not None and not tuple(block[-2:]) == tuple(block_t[-2:]) == (FULL, FULL):
+        raise ValueError(
+            f"amax is given for blocks {block_name(block)} and {block_name(block_t)}; two layouts "
+            "share one where both are tensorwise; leave it out to have it measured"
+        )
+    check_amax(x, amax, block)
+
+
+def _check_measured(shape_t: torch.Size, block_t: Block) -> None:
+    check_block(shape_t, block_t)
+    if not _whole(block_t):
+        raise ValueError(
+            f"blocks {block_name(block_t)} have no amax that could be given later; a tensorwise or "
+            "rowwise cast has"
         )
 
 
@@ -337,8 +405,18 @@ def _fake_quantize_dual(
     scale_mode_t: str,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_dual_amax(x, amax, block, block_t)
     transposed = _fake_quantize(x.transpose(-2, -1), block_t, dtype_t, scale_mode_t, amax)
     return (*_fake_quantize(x, block, dtype, scale_mode, amax), *transposed)
+
+
+def _fake_quantize_and_measure(
+    x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str, block_t: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    x_t = x.transpose(-2, -1)
+    _check_measured(x_t.shape, block_t)
+    amax = x.new_empty(scale_shape(x_t.shape, block_t), dtype=torch.float32)
+    return *_fake_quantize(x, block, dtype, scale_mode), amax
 
 
 def _fake_quantize_static(
@@ -358,6 +436,12 @@ def _fake_dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dty
 for _name, _reference, _gpu, _fake in (
     ("quantize", quantize, _quantize_gpu, _fake_quantize),
     ("quantize_dual", quantize_dual, _quantize_dual_gpu, _fake_quantize_dual),
+    (
+        "quantize_and_measure",
+        quantize_and_measure,
+        _quantize_and_measure_gpu,
+        _fake_quantize_and_measure,
+    ),
     ("quantize_static", quantize_static, quantize_static, _fake_quantize_static),
     ("dequantize", dequantize, dequantize, _fake_dequantize),
 ):

@@ -167,14 +167,30 @@ def quantize_layouts(
     x: Tensor, row: CastPlan | None, col: CastPlan | None, amax: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """(data, scale) of each layout asked for, row first; x [M, K] or [E, M, K], any strides, not
-    empty. ``amax``: float32, one for each matrix, where all layouts are tensorwise and it is
-    known."""
+    empty. ``amax``: float32, where it is known: one for each matrix, or each row of one layout."""
     if x.stride(-1) != 1 and x.stride(-2) == 1:
         # A transposed view: its col layout is the row layout of what it is a view of.
         out = quantize_layouts(x.mT, col, row, amax)
         return out if row is None or col is None else (*out[2:], *out[:2])
+    return _cast_of(x, row, col, given=amax is not None)(x, amax)
+
+
+def quantize_and_measure(x: Tensor, row: CastPlan, col: CastPlan) -> tuple[Tensor, ...]:
+    """(data, scale) of the row layout, and the amax that a cast to the transposed one, with a scale
+    per row or tensor, is to be given."""
+    return _cast_of(x, row, col, measured=True)(x, None)
+
+
+def _cast_of(
+    x: Tensor,
+    row: CastPlan | None,
+    col: CastPlan | None,
+    given: bool = False,
+    measured: bool = False,
+) -> _Cast:
+    # Alignment is not asked for, but Triton specialises on it.
     aligned = x.data_ptr() % 16 == 0
-    return _cast(x.shape, x.stride(), x.dtype, x.device, aligned, row, col)(x, amax)
+    return _cast(x.shape, x.stride(), x.dtype, x.device, aligned, row, col, given, measured)
 
 
 class _Cast:
@@ -189,16 +205,19 @@ class _Cast:
         aligned: bool,
         row: CastPlan | None,
         col: CastPlan | None,
+        given: bool,
+        measured: bool,
     ) -> None:
-        """``aligned`` is not asked for, but Triton specialises on it."""
+        """``given``: an amax for what is cast; ``measured``: col's amax is taken, and no col."""
         e, m, k = (1, *shape)[-3:]
         stride_e, stride_m, stride_k = (0, *strides)[-3:]
         x = Matrices(e, m, k, stride_e, stride_m, stride_k, device)
         kinds = row and kind(row), col and kind(col)
-        self.device, self.outputs = device, Outputs.of(shape, row, col)
+        self.device, self.outputs = device, Outputs.of(shape, row, None if measured else col)
         self.rows = self.row_amax = self.col_amax = self.tiles = None
-        held = kinds[0] == "vector" and x.k <= _MAX_ROW
-        if row is not None and (held or kinds == ("block", None)):
+        self.measured = (*shape[:-2], k if kinds[1] == "vector" else 1, 1) if measured else None
+        held = kinds[0] == "vector" and x.k <= _MAX_ROW and not given
+        if row is not None and (held or (kinds == ("block", None) and row.block[1] == 128)):
             columns = kinds[1] == "vector"
             self.rows = _Rows(x, dtype, row, self.outputs.scale, columns)
             row = None
@@ -208,6 +227,7 @@ class _Cast:
             gathered = self.rows is not None and self.rows.columns is not None
             if not gathered and kinds != ("tensor", "tensor"):
                 self.col_amax = _Amax(x, col, "column")
+        col = None if measured else col
         if row is not None or col is not None:
             self.tiles = _tiles(x, row, col, self.outputs)
 
@@ -222,7 +242,11 @@ class _Cast:
             col_amax = self.col_amax(x)
         if self.tiles is not None:
             self.tiles(x, *seen[:2], row_amax, *seen[2:], col_amax)
-        return tuple(o for o in outputs if o is not None)
+        found = tuple(o for o in outputs if o is not None)
+        if self.measured is None:
+            return found
+        assert col_amax is not None
+        return *found, col_amax.view(torch.float32).view(self.measured)
 
 
 _cast = functools.lru_cache(maxsize=1024)(_Cast)
@@ -248,8 +272,11 @@ class _Rows:
             bm, bn = 32, 128
         warps, together, stages = row_loop(x.device, bm * bn, dtype.itemsize)
         chunks = triton.cdiv(x.k, bn)
-        tiles = triton.cdiv(x.m, bm) * chunks
-        programs = max(1, min(tiles, multiprocessors(x) * together // x.e))
+        programs = tiles = triton.cdiv(x.m, bm) * chunks
+        if bm == 1:
+            programs = max(1, min(tiles, multiprocessors(x) * together // x.e))
+        else:  # one tile each: 81.9 us for 8192 x 14336, against 85.6 of programs that stay
+            stages = 1
         self.launch = Launch(
             row_kernel, (programs, x.e, 1),
             x.m, x.k, chunks, x.stride_e, x.stride_m, x.stride_k, *scale_sizes(scale),
