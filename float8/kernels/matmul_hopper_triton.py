@@ -250,10 +250,12 @@ def _write_part(
     R: gl.constexpr = _lines(COLUMNS, out.dtype.element_ty)
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, R))
     columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, R))
-    # As TMA has it, rows are on 16 bytes.
-    pitch = gl.multiple_of(out_m, _vector(out.dtype.element_ty))
-    at = gl.multiple_of(out, 16) + (rows + shift)[:, None].to(gl.int64) * pitch + columns[None, :]
-    gl.store(at, buffer.load(R), mask=_inside(rows, columns, low, high, N, P))
+    # As TMA has it, rows are on 16 bytes, and as long.
+    VECTOR: gl.constexpr = _vector(out.dtype.element_ty)
+    pitch, end = out_m // VECTOR * VECTOR, N // VECTOR * VECTOR
+    at = out + ((rows + shift)[:, None].to(gl.int64) * pitch + columns[None, :])
+    at = gl.multiple_of(at, [1, 16])
+    gl.store(at, buffer.load(R), mask=_inside(rows, columns, low, high, end, P))
 
 
 @gluon.jit
