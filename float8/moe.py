@@ -235,7 +235,7 @@ def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
     """
     tokens, experts = probabilities.shape
     share = counts.to(torch.float32) / counts.sum().clamp(min=1)
-    mean = probabilities.sum(0) / torch.sym_max(tokens, 1)
+    mean = probabilities.sum(0) / max(tokens, 1)
     loss: Tensor = experts * (share * mean).sum()
     return loss
 
