@@ -359,7 +359,8 @@ def cached_copies(w_NK: Any) -> Cached:
     """FP8 copies for forward and dgrad, if float8.cached_weights has made some of this very view, a
     stack or a matrix of one. A graph would hold them for good, so compiled code has none."""
     cached = w_NK.record.cached
-    if cached is None or torch.compiler.is_compiling() or _is_traced(w_NK):
+    traced = torch.compiler.is_compiling() or type(w_NK.original) is not Tensor  # fake, or a proxy
+    if cached is None or traced:
         return None, None
     found: Cached = cached.find(w_NK)
     return found
