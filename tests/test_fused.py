@@ -239,7 +239,7 @@ def test_rows_longer_than_a_program_holds(source: str, monkeypatch: pytest.Monke
         import interpreter  # noqa: F401
     from float8.kernels import fused_triton
 
-    monkeypatch.setattr(fused_triton, "_MAX_ROW", 128)
+    monkeypatch.setattr(fused_triton, "MAX_ROW", 128)
     monkeypatch.setattr(fused_triton, "_CHUNK", 128)
     fused_triton._prepared.cache_clear()
     inputs = [t if t is None else t.to(DEVICE) for t in exact(source, (3, 300), torch.bfloat16)]

@@ -255,7 +255,7 @@ def test_rows_of_any_length(features: int, monkeypatch: pytest.MonkeyPatch) -> N
     otherwise."""
     kernels = pytest.importorskip("float8.kernels.quantize_grouped_triton")
     if not GPU:
-        monkeypatch.setattr(kernels, "_MAX_ROW", 2048)
+        monkeypatch.setattr(kernels, "MAX_ROW", 2048)
     x, offs = torch.randn(2, features, device=DEVICE), ends([2], DEVICE)
     row = CastPlan((1, FULL), E4M3FN.dtype, "fp32")
     for block in [(1, FULL), (FULL, FULL)]:

@@ -131,7 +131,7 @@ def test_an_amax_that_the_first_cast_measures_serves_the_second(
     blocks: tuple[Any, Any], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not GPU:  # rows of 300 do not stay in registers
-        monkeypatch.setattr(quantize_triton, "_MAX_ROW", 256)
+        monkeypatch.setattr(quantize_triton, "MAX_ROW", 256)
         monkeypatch.setattr(quantize_triton, "_cast", quantize_triton._cast.__wrapped__)
     x = torch.randn(3, 37, columns, device="cuda" if GPU else "cpu").to(torch.bfloat16)
     x[1, 4, 5], x[2, :, 7], x[0, 3] = math.nan, 0, 0
@@ -167,7 +167,7 @@ def test_prepared_launches_serve_other_values_and_alignments() -> None:
 def test_rows_of_any_length(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to a limit a row stays in registers; longer ones take two passes."""
     if not GPU:
-        monkeypatch.setattr(quantize_triton, "_MAX_ROW", 256)
+        monkeypatch.setattr(quantize_triton, "MAX_ROW", 256)
     monkeypatch.setattr(quantize_triton, "_cast", quantize_triton._cast.__wrapped__)
     x = torch.randn(1, 3, columns, device="cuda" if GPU else "cpu")
     check(x, CastPlan((1, FULL), E4M3FN.dtype, "fp32"), None)

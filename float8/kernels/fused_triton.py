@@ -35,6 +35,7 @@ from .cast_triton import (
 )
 from .fused import inverse_rms
 from .launch import (
+    MAX_ROW,
     Launch,
     Matrices,
     Outputs,
@@ -308,8 +309,7 @@ def tile_kernel(
     )  # fmt: skip
 
 
-_MAX_ROW = 16384  # the longest row that row_kernel holds in registers
-_CHUNK = 2048  # columns of its programs where they need not see whole rows
+_CHUNK = 2048  # columns of row_kernel's programs where they need not see whole rows
 
 
 def fused_layouts(
@@ -326,7 +326,7 @@ def fused_layouts(
     empty."""
     if source == "rms":
         # Longer rows than these are no model's; torch takes their norms.
-        held = x.shape[1] <= _MAX_ROW
+        held = x.shape[1] <= MAX_ROW
         z = x.new_empty(len(x), dtype=torch.float32) if held else inverse_rms(x, eps)
     strides: tuple[int, ...] = ()
     dtypes: list[tuple[torch.dtype, bool] | None] = []
@@ -424,7 +424,7 @@ class _Rows:
 
     def __init__(self, job: _Job) -> None:
         x, self.kinds = job.results, job.kinds
-        held = x.k <= _MAX_ROW
+        held = x.k <= MAX_ROW
         self.row = self.per = "none"
         if self.kinds[0] == "vector":
             # Rows of two results, with their columns' maxima, are more than the registers hold.

@@ -15,7 +15,9 @@ from torch import Tensor
 from ..devices import device_profile
 from ..formats import Float8Format, format_of
 from ..scaling import FULL, contiguous_strides, scale_dtype, scale_shape, scale_strides
-from .quantize import CastPlan
+from .quantize import GRID_LIMIT, CastPlan
+
+MAX_ROW = 16384  # the longest row that a kernel holds in registers
 
 
 class Launch:
@@ -212,7 +214,7 @@ def scale_sizes(scale: Output | None) -> tuple[int, ...]:
 def tile_constants(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dict[str, Any]:
     """The constexprs of ``store_tile`` for two layouts of x [E, M, K], in its order."""
     bm, bn = tile_shape(row, col)
-    if x.m > 65535 * bm:  # the grid's limit, as in _Amax
+    if x.m > GRID_LIMIT * bm:  # triton_refusal stops at 128 rows a program
         bm = 128
     return {
         "ROW": "none" if row is None else kind(row),

@@ -34,6 +34,7 @@ from ..scaling import (
     scale_shape,
     scale_strides,
 )
+from .launch import MAX_ROW
 from .quantize import (
     HIGH_PRECISION,
     CastPlan,
@@ -44,8 +45,6 @@ from .quantize import (
     triton_refusal,
 )
 from .quantize_grouped import GROUP_ALIGN, padded_tokens
-
-MAX_ROW = 16384  # the longest row that a kernel casts with one scale
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define("route(Tensor indices, int experts, int align) -> (Tensor, Tensor, Tensor, Tensor)")

@@ -193,7 +193,7 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
 
 
 TRITON_BLOCKS = ((FULL, FULL), (1, FULL), (1, 32), (1, 128), (128, 128))
-_GRID_LIMIT = 65535  # of a launch grid's second and third dimension
+GRID_LIMIT = 65535  # of a launch grid's second and third dimension
 _ROWS_PER_TILE = 128
 
 
@@ -212,9 +212,9 @@ def _refusal(shape: torch.Size, profile: DeviceProfile, casts: tuple[CastPlan, .
         return "the kernels take a matrix, or a stack of matrices with a leading block of 1"
     if any(cast.block[-2:] not in TRITON_BLOCKS for cast in casts):
         return f"the kernels' blocks are {', '.join(map(block_name, TRITON_BLOCKS))}"
-    too_long = max(shape) > _GRID_LIMIT * _ROWS_PER_TILE
-    if 0 in shape or too_long or (len(shape) == 3 and shape[0] > _GRID_LIMIT):
-        return f"the kernels take 1 to {_GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
+    too_long = max(shape) > GRID_LIMIT * _ROWS_PER_TILE
+    if 0 in shape or too_long or (len(shape) == 3 and shape[0] > GRID_LIMIT):
+        return f"the kernels take 1 to {GRID_LIMIT * _ROWS_PER_TILE} rows and columns"
     return None if has_triton_package() else "triton is not installed"
 
 

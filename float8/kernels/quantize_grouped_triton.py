@@ -31,6 +31,7 @@ from .cast_triton import (
     to_scale,
 )
 from .launch import (
+    MAX_ROW,
     Launch,
     Matrices,
     kind,
@@ -191,9 +192,6 @@ def group_amax_kernel(
     store_scale(scale + out, s, inside)
 
 
-_MAX_ROW = 16384  # the longest row that group_rows_kernel holds in registers
-
-
 def quantize_groups(
     x: Tensor, offs: Tensor, row: CastPlan | None, col: CastPlan
 ) -> tuple[Parts | None, Columns]:
@@ -201,7 +199,7 @@ def quantize_groups(
     strides, not empty. None for the rows unless they share a pass over x: where a program has
     their blocks at hand."""
     whole, aligned = col.block[1] == FULL, x.data_ptr() % 16 == 0
-    with_pass = row is not None and whole and kind(row) == "vector" and x.shape[1] <= _MAX_ROW
+    with_pass = row is not None and whole and kind(row) == "vector" and x.shape[1] <= MAX_ROW
     with_tile = row is not None and kind(row) == "block"
     measure, tiles = _launches(
         x.shape[1], len(offs), x.stride(), x.dtype, x.device, aligned,

@@ -23,6 +23,7 @@ from .cast_triton import (
     to_scale,
 )
 from .launch import (
+    MAX_ROW,
     Launch,
     Matrices,
     Output,
@@ -35,7 +36,7 @@ from .launch import (
     tile_constants,
     tile_options,
 )
-from .quantize import CastPlan
+from .quantize import GRID_LIMIT, CastPlan
 
 
 @triton.jit
@@ -160,9 +161,6 @@ def amax_kernel(
         tl.atomic_max(amax + e * M + r, amax_bits(seen, 1), mask=r < M, sem="relaxed")
 
 
-_MAX_ROW = 16384  # the longest row that row_kernel holds in registers
-
-
 def quantize_layouts(
     x: Tensor, row: CastPlan | None, col: CastPlan | None, amax: Tensor | None = None
 ) -> tuple[Tensor, ...]:
@@ -216,7 +214,7 @@ class _Cast:
         self.device, self.outputs = device, Outputs.of(shape, row, None if measured else col)
         self.rows = self.row_amax = self.col_amax = self.tiles = None
         self.measured = (*shape[:-2], k if kinds[1] == "vector" else 1, 1) if measured else None
-        held = kinds[0] == "vector" and x.k <= _MAX_ROW and not given
+        held = kinds[0] == "vector" and x.k <= MAX_ROW and not given
         if row is not None and (held or (kinds == ("block", None) and row.block[1] == 128)):
             columns = kinds[1] == "vector"
             self.rows = _Rows(x, dtype, row, self.outputs.scale, columns)
@@ -319,7 +317,7 @@ class _Amax:
         per = "tensor" if kind(layout) == "tensor" else per
         self.shape = (x.e, {"tensor": 1, "row": x.m, "column": x.k}[per])
         bm, bn, down, along = (16, 128, 1, 8) if per == "row" else (16, 256, 16, 1)
-        if x.m > 65535 * bm * down:  # the grid's limit; triton_refusal stops at 128 rows a program
+        if x.m > GRID_LIMIT * bm * down:  # triton_refusal stops at 128 rows a program
             bm, bn = 128, 16
         self.launch = Launch(
             amax_kernel, (triton.cdiv(x.k, bn * along), triton.cdiv(x.m, bm * down), x.e),
