@@ -22,7 +22,7 @@ from torch import Tensor
 from ..devices import device_profile
 from ..scaling import as_bytes
 from .cast_triton import amax_bits, convert, store_scale, to_magnitude, to_scale
-from .launch import Launch, Matrices, kind, multiprocessors, row_stages, target
+from .launch import Launch, Matrices, kind, multiprocessors, row_loop, row_stages, target
 from .quantize import CastPlan
 
 _BLOCK = 256  # pairs that are ranked together: each with each, so no more of them
@@ -273,20 +273,21 @@ def _permute(
     x = Matrices(1, 0, features, 0, stride, 1, device)
     padded, processors = max(128, triton.next_power_of_2(features)), multiprocessors(x)
     whole = cast is not None and kind(cast) == "vector"
-    if whole:  # as quantize_triton's row_kernel, whose choices were measured
-        width, warps = padded, 8 if padded > 4096 else 4
-        together, wanted = 1 if width > 8192 else 2 if width > 4096 else 4, 4 if warps == 8 else 3
+    if whole:
+        width = padded
+        warps, together, stages = row_loop(device, width, dtype.itemsize)
     else:
         width, itemsize = min(1024, padded), 1 if cast is not None else dtype.itemsize
-        warps, wanted = warps_that_write(width * itemsize, device), 3
+        warps = warps_that_write(width * itemsize, device)
         together = 32 // warps
+        stages = row_stages(device, together * width * dtype.itemsize, 3)
     pieces = triton.cdiv(features, width)
     programs = max(1, processors * together // pieces)
     launch = Launch(
         permute_kernel, None, features, stride, options={"num_warps": warps},
         K=k, T=cast and target(x, cast), PER_ROW=whole,
         BLOCK=width if cast is None or whole else cast.block[1], BN=width,
-        STAGES=row_stages(device, together * width * dtype.itemsize, wanted),
+        STAGES=stages,
     )  # fmt: skip
     return launch, programs, pieces
 
