@@ -50,7 +50,7 @@ from .launch import (
     tile_shape,
 )
 from .quantize import CastPlan
-from .quantize_triton import Columns
+from .quantize_triton import ColumnAmaxes
 
 # 1 / (1 + e^-v) in five instructions, without a branch for any exponent: a quarter is added to a
 # quarter of e^-v, so that nothing overflows before e^-v itself does and the reciprocal is normal.
@@ -456,7 +456,7 @@ class _Rows:
             SOURCE=job.source, ROW=self.row, PER=self.per, WHOLE=whole,
             T=target(x, layout), KP=width, STAGES=row_stages(x.device, programs * row_bytes, 4),
         )  # fmt: skip
-        self.columns = Columns(x.e, g, x.k) if self.per == "column" else None
+        self.columns = ColumnAmaxes(x.e, g, x.k) if self.per == "column" else None
 
     def __call__(
         self,

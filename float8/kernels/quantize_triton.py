@@ -282,7 +282,7 @@ class _Rows:
             T=target(x, layout), COLUMNS=columns, BLOCK=block, BM=bm, BN=bn,
             NEAR=bm * x.stride_m + bn * x.stride_k < 2**31, STAGES=stages,
         )  # fmt: skip
-        self.columns = Columns(x.e, programs, x.k) if columns else None
+        self.columns = ColumnAmaxes(x.e, programs, x.k) if columns else None
 
     def __call__(self, x: Tensor, data: Tensor | None, scale: Tensor | None) -> Tensor | None:
         if self.columns is None:
@@ -293,7 +293,7 @@ class _Rows:
         return self.columns(partial)
 
 
-class Columns:
+class ColumnAmaxes:
     """amax bits [E, K] of the programs' partial ones, of ``shape`` [E, G, K]."""
 
     def __init__(self, e: int, programs: int, k: int) -> None:
