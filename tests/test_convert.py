@@ -1078,6 +1078,8 @@ class Casts(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.float8.quantize.default, torch.ops.float8.quantize_dual.default):
             self.shapes += [tuple(data.shape) for data in out[::2]]
+        if func is torch.ops.float8.quantize_and_measure.default:
+            self.shapes.append(tuple(out[0].shape))
         return out
 
 
