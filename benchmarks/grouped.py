@@ -22,8 +22,8 @@ from .registry import Bench, Contender, Options, Outputs, Shape, named_shapes
 
 
 def group_ends(tokens: int, groups: int, align: int = 128) -> Tensor:
-    """Where ragged groups end, two of them empty. Sizes are multiples of 128: torchao does not pad
-    groups to what a product needs, and so has the same columns to write."""
+    """Where ragged groups end, two of them empty, all multiples of ``align``. Of 128 torchao, which
+    does not pad groups to what a product needs, has the same columns to write."""
     share = torch.rand(groups)
     share[[1, groups // 2]] = 0
     return (share.cumsum(0) / share.sum() * (tokens // align)).round().to(torch.int32) * align
