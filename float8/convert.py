@@ -13,8 +13,7 @@ What becomes of a place that multiplies a weight:
 - A SwiGLU layer of three that become Float8Linears becomes a ``SwiGLU`` around them, by its class
   alone: one call, in which casts are fused with what makes their input. Known are the MLPs of
   Llama, Mistral, Qwen and DeepSeek-V3 of Hugging Face's transformers, and modules whose class says
-  so:
-  ``float8_swiglu = ("w1", "w3", "w2")`` names gate, up and down (and as a fourth the nn.RMSNorm
+  so: ``float8_swiglu = ("w1", "w3", "w2")`` names gate, up and down (and as a fourth the nn.RMSNorm
   before them, if there is one) of ``down(silu(gate(x)) * up(x))``.
 - Embeddings, norms, convolutions and other modules of torch are left alone. What reads a weight
   behind its layer's back is skipped with the reason.

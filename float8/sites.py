@@ -196,11 +196,9 @@ def _refuse_swiglu(module: nn.Module, names: Sequence[str], foreign: bool) -> st
             return f"it has an attribute {taken[0]!r} of its own, a name that SwiGLU uses"
     if foreign:
         act = getattr(module, "act_fn", getattr(module, "activation_fn", None))  # Llama 4's
-        forward = type(module).forward
-        if (
-            not isinstance(act, nn.SiLU) and type(act).__name__ != "SiLUActivation"
-        ):  # transformers 5
-            return f"its activation is {type(act).__name__}, not SiLU"
+        forward, named = type(module).forward, type(act).__name__
+        if not isinstance(act, nn.SiLU) and named != "SiLUActivation":  # transformers 5's
+            return f"its activation is {named}, not SiLU"
         if forward.__module__ != type(module).__module__:
             return f"its class has a forward of {forward.__module__}"
     gate, up, down = shapes = [
