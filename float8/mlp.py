@@ -203,8 +203,8 @@ def swiglu_mlp(
 
     Returns: [..., D] of x's dtype. What ``float8.linear`` gives for each GEMM, with the same casts:
         fused with the norm, the activation and its gradient, none of which goes through memory in
-        high precision only to be cast. A recipe with a GEMM in high precision, FP8 operands and,
-        until the fused kernels have passed their tests there, GPUs take that unfused way.
+        high precision only to be cast. A recipe with a GEMM in high precision, and FP8 operands,
+        take that unfused way.
 
     Raises:
         ValueError, NotImplementedError: as ``float8.linear``.
