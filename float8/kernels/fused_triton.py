@@ -235,6 +235,7 @@ def _four(pointer, step, m0, m1, m2, m3):
 
 @triton.jit
 def _produce(x, y, z, e, weight, SOURCE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr):
+    """Rows of result e, of those of the inputs; of "rms" z is one number per row."""
     v = _widened(x, T)
     if SOURCE == "rms":
         v *= z[:, None]
