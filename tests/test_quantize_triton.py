@@ -139,7 +139,8 @@ def test_an_amax_that_the_first_cast_measures_serves_the_second(
     both = quantize_layouts(x, row, col)
     *first, amax = quantize_and_measure(x, row, col)
     expected = reference.quantize_and_measure(x, (1, *row.block), *row[1:], (1, *col.block))
-    assert_same_bytes(amax, expected[2])
+    # A GPU's maximum is a NaN of other bits.
+    torch.testing.assert_close(amax, expected[2], rtol=0, atol=0, equal_nan=True)
     # From x, and from a transposed view, as a weight is cast for dgrad.
     for second in (quantize_layouts(x, None, col, amax), quantize_layouts(x.mT, col, None, amax)):
         for ours, theirs in zip((*first, *second), both, strict=True):
