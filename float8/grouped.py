@@ -21,7 +21,15 @@ from .devices import DeviceProfile, assumed_device, device_profile
 from .kernels.grouped import IMPLEMENTATIONS, WGRAD_IMPLEMENTATIONS, select, zero_tail
 from .kernels.matmul import Operand
 from .kernels.quantize import CastPlan
-from .linear import Cached, Parts, cast_layouts, kept_whole, weight_for_dgrad, weight_layouts
+from .linear import (
+    Cached,
+    Parts,
+    cast_layouts,
+    kept_whole,
+    refuse_second_derivative,
+    weight_for_dgrad,
+    weight_layouts,
+)
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .scaling import Block, scale_dtype
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
@@ -126,12 +134,7 @@ class _GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "float8.grouped_mm is differentiable once, and create_graph=True asks for a second "
-                "derivative (a gradient penalty, a Hessian); leave it out, or keep the layers that "
-                "need one in high precision"
-            )
+        refuse_second_derivative("float8.grouped_mm")
         x_t, x_t_scale, *w_t, offs = ctx.saved_tensors
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         dtype, (_, dgrad, wgrad) = ctx.dtype, ctx.plans

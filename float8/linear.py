@@ -110,14 +110,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # Not torch's once_differentiable: where g needs no gradient, as that of a sum, it lets
-            # the second derivative vanish without a word.
-            raise NotImplementedError(
-                "float8.linear is differentiable once, and create_graph=True asks for a second "
-                "derivative (a gradient penalty, a Hessian); leave it out, or keep the layers that "
-                "need one in high precision"
-            )
+        refuse_second_derivative("float8.linear")
         x, x_scale, w, w_scale = ctx.saved_tensors
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
         dtype, (_, dgrad, wgrad) = ctx.dtype, ctx.plans
@@ -153,6 +146,18 @@ def kept_whole(function: type[torch.autograd.Function]) -> Callable[[], None]:
     # torch._dynamo with us: 2 s.)
     keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return keep_whole
+
+
+def refuse_second_derivative(what: str) -> None:
+    """Raise NotImplementedError in a backward that is to be differentiated. (torch's
+    once_differentiable, where the gradient needs none, as that of a sum, lets the second derivative
+    vanish without a word.)"""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{what} is differentiable once, and create_graph=True asks for a second derivative (a "
+            "gradient penalty, a Hessian); leave it out, or keep the layers that need one in high "
+            "precision"
+        )
 
 
 _keep_whole = kept_whole(_Linear)

@@ -28,6 +28,7 @@ from .linear import (
     linear,
     multiply_parts,
     operands,
+    refuse_second_derivative,
     unfold,
     weight_for_dgrad,
     weight_layouts,
@@ -112,12 +113,7 @@ class _SwigluMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gy_MD: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "float8.swiglu_mlp is differentiable once, and create_graph=True asks for a second "
-                "derivative (a gradient penalty, a Hessian); leave it out, or keep the layers that "
-                "need one in high precision"
-            )
+        refuse_second_derivative("float8.swiglu_mlp")
         x_MD, norm_D, rstd_M, *saved = ctx.saved_tensors
         z_t, (gate_MF, up_MF), h_t, *weights = (saved[i : i + 2] for i in range(0, 12, 2))
         dtype, needs = ctx.dtype, ctx.needs_input_grad

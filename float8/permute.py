@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .kernels import permute as _permute  # noqa: F401 (registers)
-from .linear import kept_whole
+from .linear import kept_whole, refuse_second_derivative
 from .tensor import refuse_functorch
 
 
@@ -54,7 +54,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_rows: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("float8.permute")
+        refuse_second_derivative("float8.permute")
         (position,) = ctx.saved_tensors
         return torch.ops.float8.unpermute(g_rows, position), None, None
 
@@ -74,21 +74,12 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative("float8.unpermute")
+        refuse_second_derivative("float8.unpermute")
         position, source, weights, y = ctx.saved_tensors
         if weights is None:
             return torch.ops.float8.permute(g, position, source), None, None, None
         g_y, g_weights = torch.ops.float8.unpermute_backward(g, y, position, source, weights)
         return g_y, None, None, None if y is None else g_weights.to(weights.dtype)
-
-
-def _refuse_second_derivative(name: str) -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{name} is differentiable once, and create_graph=True asks for a second derivative (a "
-            "gradient penalty, a Hessian); leave it out, or keep the layers that need one in high "
-            "precision"
-        )
 
 
 _keep_permute_whole = kept_whole(_Permute)
