@@ -24,9 +24,10 @@ from .casts import random_input
 from .layers import near
 from .registry import Bench, Call, Contender, Options, Outputs, Shape, named_shapes
 
-# What tensor cores may add to the reference's error, as in tests/test_matmul.py: they align the
-# products of a step to the largest and keep 14 bits; with fast accumulation, of the sum too.
-ROUNDING = {False: 2.0**-11, True: 2.0**-10}
+# What tensor cores may add to the reference's error: they align the products of a step to the
+# largest and keep 14 bits; with fast accumulation, of the sum too, whose error grows with K (with
+# 14336 the worst row of cuBLAS's own product is 2^-10 off).
+ROUNDING = {False: 2.0**-11, True: 2.0**-9}
 
 
 class Mode(NamedTuple):

@@ -170,6 +170,6 @@ def plot(run: Record, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("times as fast as the baseline")
     axes.set_title(sentence(run), fontsize=6)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))  # beside the bars
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
