@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from recorders import Ops
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -365,20 +366,6 @@ def test_only_what_a_requested_gradient_needs_is_made_and_kept(
         assert ours == expected_bytes(flags, stacked, recipe is SAVE), flags
         assert recipe is not SAVE or memory.isdisjoint(sizes)
         del y
-
-
-class Ops(TorchDispatchMode):
-    """Counts ops of ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, int] = {}
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "float8":
-            name = op.name().removeprefix("float8::")
-            self.seen[name] = self.seen.get(name, 0) + 1
-        return op(*args, **(kwargs or {}))
 
 
 def test_x_and_the_gradients_are_cast_once() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorders import specialisations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -693,31 +694,9 @@ def test_constants_of_a_kernel_do_not_depend_on_tokens(monkeypatch: pytest.Monke
     """One compiled kernel serves every number of tokens: constants stay, and what Triton would
     specialise on (a multiple of 16, 1) is left out or always the same."""
     module = kernels()
-    seen: dict[str, set[str]] = {}
-
-    class Recorder:
-        def __init__(self, name: str, kernel: Any) -> None:
-            self.name, self.names = name, kernel.arg_names
-            self.left_out = getattr(kernel, "kwargs", {}).get("do_not_specialize", ())
-            if hasattr(kernel, "params"):
-                self.left_out = [p.name for p in kernel.params if p.do_not_specialize]
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def record(*args: Any, **constants: Any) -> None:
-                # A prepared kernel is given them by position.
-                assert [n for n in constants if n in self.names] == self.names[len(args) :]
-                key = dict(constants)
-                for name, value in zip(self.names, args, strict=False):
-                    if isinstance(value, int) and name not in self.left_out:
-                        key[name] = "1" if value == 1 else value % 16 == 0
-                seen.setdefault(self.name, set()).add(str(key))
-
-            return record
-
     names = [name for name in vars(module) if name.endswith("_kernel")]
     assert len(names) == 6
-    for name in names:
-        monkeypatch.setattr(module, name, Recorder(name, getattr(module, name)))
+    seen = specialisations(monkeypatch, module, names)
     for name in ("_route", "_permute", "_unpermute", "_unpermute_backward"):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
     cast = CastPlan((1, 128), E4M3FN.dtype, "fp32")
