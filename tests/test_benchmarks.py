@@ -320,7 +320,7 @@ def test_every_implementation_that_takes_the_operands_multiplies(
     refuse["hopper"] = lambda *operands: "not here"
     monkeypatch.setattr(gemm, "IMPLEMENTATIONS", refuse)
     assert names("gemm/rowwise") == names("gemm/tensorwise-fast") == ["bf16", "cublas", "triton"]
-    assert names("gemm/mxfp8") == ["bf16", "triton"]
+    assert names("gemm/mxfp8") == ["bf16", "triton", "torch_bf16"]
 
 
 # --------------------------------------------------------------------------- processes of their own
