@@ -22,19 +22,19 @@ from torch import Tensor
 
 from .grouped import (
     Columns,
-    _grouped_mm,
     cast_groups,
     grouped_operand,
     grouped_plans,
     multiply_columns,
     multiply_rows,
     plain,
+    run_grouped_mm,
     stack_for_dgrad,
     stack_layouts,
 )
 from .kernels import fused as _fused  # noqa: F401 (registers)
 from .kernels.quantize import CastPlan
-from .linear import Cached, Parts, kept_whole
+from .linear import Cached, Parts, kept_whole, refuse_second_derivative
 from .mlp import settings, silu_times, silu_times_backward
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
@@ -102,12 +102,7 @@ class _SwigluExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "float8.swiglu_experts is differentiable once, and create_graph=True asks for a "
-                "second derivative (a gradient penalty, a Hessian); leave it out, or keep the "
-                "layers that need one in high precision"
-            )
+        refuse_second_derivative("float8.swiglu_experts")
         offs, *saved = ctx.saved_tensors
         dtype, (_, dgrad, wgrad, _) = ctx.dtype, ctx.rules
         needs_x, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
@@ -206,10 +201,10 @@ def swiglu_experts(
     given = [w_down, w_gate] if w_up is None else [w_down, w_gate, w_up]
     weights = [plain(w) for w in given]
     plans = grouped_plans(recipe, x.device)
-    return _swiglu_experts(x, weights, offs, recipe, plans, [_NOTHING] * len(weights))
+    return run_swiglu_experts(x, weights, offs, recipe, plans, [_NOTHING] * len(weights))
 
 
-def _swiglu_experts(
+def run_swiglu_experts(
     x: Tensor,
     weights: Sequence[Tensor],
     offs: Tensor,
@@ -217,7 +212,8 @@ def _swiglu_experts(
     plans: Plans,
     cached: Sequence[Cached],
 ) -> Tensor:
-    """``weights``: down, then gate and up or both in one; ``cached``: FP8 copies of each."""
+    """``swiglu_experts`` by these plans. ``weights``: down, then gate and up or both in one;
+    ``cached``: FP8 copies of each."""
     refuse_functorch("float8.swiglu_experts", "float8.revert(model) first")
     down, *into = weights
     _check_shapes(x, down, into)
@@ -227,8 +223,10 @@ def _swiglu_experts(
     forward, dgrad, wgrad = plans
     if forward is None or dgrad is None or wgrad is None:
         pairs = zip(into, cached[1:], strict=True)
-        gate, up = halves([_grouped_mm(x, w, offs, recipe, plans, copies) for w, copies in pairs])
-        return _grouped_mm(silu_times(gate, up), down, offs, recipe, plans, cached[0])
+        gate, up = halves(
+            [run_grouped_mm(x, w, offs, recipe, plans, copies) for w, copies in pairs]
+        )
+        return run_grouped_mm(silu_times(gate, up), down, offs, recipe, plans, cached[0])
     if torch.compiler.is_compiling():
         _keep_whole()
     rules = Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save")

@@ -238,7 +238,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor, *, recipe: Recipe = ROWWISE) 
     read offs.
     """
     check_recipe(recipe)
-    return _grouped_mm(x, plain(w), offs, recipe, grouped_plans(recipe, x.device))
+    return run_grouped_mm(x, plain(w), offs, recipe, grouped_plans(recipe, x.device))
 
 
 def plain(w: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def plain(w: Tensor) -> Tensor:
     return w if inner is None else inner(w)
 
 
-def _grouped_mm(
+def run_grouped_mm(
     x: Tensor,
     w: Tensor,
     offs: Tensor,
@@ -255,6 +255,7 @@ def _grouped_mm(
     plans: Plans,
     cached: Cached = (None, None),
 ) -> Tensor:
+    """``grouped_mm`` by these plans, with FP8 copies of w where there are some."""
     refuse_functorch("float8.grouped_mm")
     x = grouped_operand(x, w)
     if torch.compiler.is_compiling():

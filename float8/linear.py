@@ -187,7 +187,7 @@ def linear(
     if (plain := getattr(type(weight), "plain", None)) is not None:
         weight = plain(weight)  # a Float8Weight's own recipe is for modules that do not name one
     check_recipe(recipe)
-    return _linear(x, weight, bias, recipe, recipe.plan(x.device))
+    return run_linear(x, weight, bias, recipe, recipe.plan(x.device))
 
 
 def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -246,7 +246,7 @@ def check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _linear(
+def run_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -254,6 +254,7 @@ def _linear(
     plans: Plans,
     cached: Cached = (None, None),
 ) -> Tensor:
+    """``linear`` by these plans, with FP8 copies of the weight where there are some."""
     refuse_functorch("float8.linear", "float8.revert(model) first")
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
@@ -296,7 +297,7 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         plans = self.recipe.plan(input.device)
         cached = self.begin(plans)
-        return _linear(input, self.weight, self.bias, self.recipe, plans, cached)
+        return run_linear(input, self.weight, self.bias, self.recipe, plans, cached)
 
     def begin(self, plans: Plans) -> Cached:
         """Note who is going to multiply; the weight's FP8 copies, if there are any."""

@@ -207,10 +207,10 @@ def swiglu_mlp(
     """
     check_recipe(recipe)
     weights = w_gate, w_up, w_down
-    return _swiglu_mlp(x, weights, recipe, recipe.plan(x.device), norm_weight, eps)
+    return run_swiglu_mlp(x, weights, recipe, recipe.plan(x.device), norm_weight, eps)
 
 
-def _swiglu_mlp(
+def run_swiglu_mlp(
     x: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
     recipe: Recipe,
@@ -219,6 +219,7 @@ def _swiglu_mlp(
     eps: float | None,
     cached: Sequence[Any] = (None,) * 6,
 ) -> Tensor:
+    """``swiglu_mlp`` by these plans. ``cached``: each weight's FP8 copies for forward and dgrad."""
     refuse_functorch("float8.swiglu_mlp", "float8.revert(model) first")
     if norm_weight is not None and eps is None:
         eps = torch.finfo(torch.float32).eps
@@ -335,7 +336,7 @@ class SwiGLU(nn.Module):
             norm_weight, eps = norm.weight, norm.eps
             eps = torch.finfo(torch.float32).eps if eps is None else eps
         weights = gate.weight, up.weight, down.weight
-        return _swiglu_mlp(x, weights, gate.recipe, plans, norm_weight, eps, cached)
+        return run_swiglu_mlp(x, weights, gate.recipe, plans, norm_weight, eps, cached)
 
     def layers(self) -> tuple[Any, Any, Any, Any]:
         """Those of gate, up and down, and the norm or None."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .experts import _swiglu_experts
+from .experts import run_swiglu_experts
 from .grouped import grouped_mm, grouped_operand, grouped_plans, plain
 from .linear import Cached, fold, unfold
 from .mlp import silu_times
@@ -24,7 +24,7 @@ from .permute import permute, route, unpermute
 from .recipe import Recipe
 from .weight import Float8Weight, cached_copies, note
 
-HIGH_PRECISION = Recipe("high precision", None, None, None)
+NO_FP8 = Recipe("high precision", None, None, None)
 
 
 class Router(nn.Module):
@@ -121,7 +121,7 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, offs: Tensor) -> Tensor:
         """x [R, D], rows sorted by expert; offs int32 [E], where each expert's rows end."""
         weights = self.down_proj, self.gate_proj, self.up_proj
-        recipes = [w.recipe if isinstance(w, Float8Weight) else HIGH_PRECISION for w in weights]
+        recipes = [w.recipe if isinstance(w, Float8Weight) else NO_FP8 for w in weights]
         if any(recipe != recipes[0] for recipe in recipes):  # as a recipe map may say
             gate, up = (_product(x_RD, w, offs) for w in weights[1:])
             return _product(silu_times(gate, up), self.down_proj, offs)
@@ -132,7 +132,7 @@ class Experts(nn.Module):
                 note(w, plans)
             copies.append(cached_copies(w) if isinstance(w, Float8Weight) else (None, None))
         stacks = [plain(w).mT for w in weights]
-        return _swiglu_experts(x_RD, stacks, offs, recipes[0], plans, copies)
+        return run_swiglu_experts(x_RD, stacks, offs, recipes[0], plans, copies)
 
     def extra_repr(self) -> str:
         experts, hidden, dim = self.gate_proj.shape
@@ -143,7 +143,7 @@ def _product(x: Tensor, w_ENK: Tensor, offs: Tensor) -> Tensor:
     if isinstance(w_ENK, Float8Weight):
         y: Tensor = torch._grouped_mm(x, w_ENK.mT, offs=offs)  # by its own recipe
         return y
-    return grouped_mm(x, w_ENK.mT, offs, recipe=HIGH_PRECISION)
+    return grouped_mm(x, w_ENK.mT, offs, recipe=NO_FP8)
 
 
 class SharedExpert(nn.Module):

@@ -23,8 +23,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 
 from .devices import assumed_device
-from .grouped import _grouped_mm, grouped_plans
-from .linear import Cached, _linear
+from .grouped import grouped_plans, run_grouped_mm
+from .linear import Cached, run_linear
 from .recipe import ROWWISE, Cast, Gemm, Plans, Recipe, check_recipe
 
 aten = torch.ops.aten
@@ -347,12 +347,12 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     recipe, plans, plain = w.recipe, w.recipe.plan(x.device), w.plain()
     note(w, plans)
     if w.ndim == 2:
-        return _linear(x, plain, bias, recipe, plans, cached_copies(w))
+        return run_linear(x, plain, bias, recipe, plans, cached_copies(w))
     if x.shape[0] == 0:
         return torch.bmm(x, plain.mT)  # nothing to multiply
     each = [(None, None)] * len(w) if w.record.cached is None else map(cached_copies, w.unbind())
     matrices = zip(x.unbind(), plain.unbind(), each, strict=True)
-    return torch.stack([_linear(x, w, None, recipe, plans, copies) for x, w, copies in matrices])
+    return torch.stack([run_linear(x, w, None, recipe, plans, copies) for x, w, copies in matrices])
 
 
 def cached_copies(w_NK: Any) -> Cached:
@@ -498,7 +498,7 @@ def _grouped(
         plans = grouped_plans(mat2.recipe, input.device)
         note(mat2, plans)
         copies = cached_copies(mat2.mT)
-        y = _grouped_mm(input, mat2.plain(), offs, mat2.recipe, plans, copies)
+        y = run_grouped_mm(input, mat2.plain(), offs, mat2.recipe, plans, copies)
     if out_dtype not in (None, y.dtype):
         raise NotImplementedError(
             f"grouped_mm with a Float8Weight makes {y.dtype} here, and out_dtype={out_dtype} is "
