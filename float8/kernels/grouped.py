@@ -178,14 +178,28 @@ def grouped_mm(
     _check_out(out_dtype, impl, IMPLEMENTATIONS)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
-    run = {
-        "hopper": _grouped_mm_kernel,
-        "triton": _grouped_mm_kernel,
-        "torch": _grouped_mm_reference,
-        "torch_grouped": _grouped_mm_torch_kernel,
-    }[impl]
     blocks = tuple(block_a), tuple(block_b)
-    return run(a, b, scale_a, scale_b, offs, *blocks, out_dtype, fast_accum, impl)
+    if impl == "torch":
+        return _grouped_mm_reference(a, b, scale_a, scale_b, offs, *blocks, out_dtype)
+    _check_takes(impl, IMPLEMENTATIONS, a, b, scale_a, scale_b, *blocks)
+    check_scale(scale_a, a, blocks[0])
+    check_scale(scale_b, b, blocks[1])
+    if impl == "torch_grouped":
+        per_row, per_column = scale_a.reshape(-1), scale_b.reshape(b.shape[0], -1)
+        out = torch._scaled_grouped_mm(
+            a, b, per_row, per_column, offs, out_dtype=out_dtype, use_fast_accum=fast_accum
+        )
+        return zero_tail(out, offs)
+    lead, inner, columns = blocks[1]
+    turned = blocks[0], (lead, columns, inner)
+    args = (a, b.mT, scale_a, scale_b.mT, offs, *turned, out_dtype, fast_accum)
+    if impl == "triton":
+        from . import grouped_triton
+
+        return grouped_triton.multiply_rows(*args)
+    from . import grouped_hopper
+
+    return grouped_hopper.multiply_rows(*args)
 
 
 def _grouped_mm_reference(
@@ -197,8 +211,6 @@ def _grouped_mm_reference(
     block_a: Block,
     block_b: Block,
     out_dtype: torch.dtype,
-    fast_accum: bool,
-    impl: str,
 ) -> Tensor:
     out_TN = a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
     a_TK = dequantize(a, scale_a, block_a, torch.float32)
@@ -208,33 +220,6 @@ def _grouped_mm_reference(
             b_KN = dequantize(b[g], scale_b[g], block_b[1:], torch.float32)
             out_TN[start:end] = torch.mm(a_TK[start:end], b_KN).to(out_dtype)
     return out_TN
-
-
-def _grouped_mm_kernel(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    impl: str,
-) -> Tensor:
-    _check_takes(impl, IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
-    check_scale(scale_a, a, block_a)
-    check_scale(scale_b, b, block_b)
-    lead, inner, columns = block_b
-    blocks = block_a, (lead, columns, inner)
-    args = (a, b.mT, scale_a, scale_b.mT, offs, *blocks, out_dtype, fast_accum)
-    if impl == "triton":
-        from . import grouped_triton
-
-        return grouped_triton.multiply_rows(*args)
-    from . import grouped_hopper
-
-    return grouped_hopper.multiply_rows(*args)
 
 
 def _check_takes(
@@ -250,26 +235,6 @@ def _check_takes(
     """Raise ValueError unless the implementation takes such operands on their device."""
     left, right = Operand(a.dtype, block_a, scale_a.dtype), Operand(b.dtype, block_b, scale_b.dtype)
     select(a.device, left, right, impl, table)
-
-
-def _grouped_mm_torch_kernel(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    impl: str,
-) -> Tensor:
-    _check_takes(impl, IMPLEMENTATIONS, a, b, scale_a, scale_b, block_a, block_b)
-    per_row, per_column = scale_a.reshape(-1), scale_b.reshape(b.shape[0], -1)
-    out = torch._scaled_grouped_mm(
-        a, b, per_row, per_column, offs, out_dtype=out_dtype, use_fast_accum=fast_accum
-    )
-    return zero_tail(out, offs)
 
 
 def stacked(x_GRK: Tensor) -> tuple[Tensor, int]:
@@ -485,6 +450,9 @@ def grouped_mm_hp(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     Returns: [T, N], rows of no group zero; with groups of columns [G, N, K], empty ones zero.
         Contiguous. On a GPU torch's kernel multiplies where it takes the operands; else it is a
         product per group, which waits for the device.
+
+    Raises:
+        ValueError: shapes, offs or devices do not fit; offs' values, where it waits for them.
     """
     _check_hp(a, b, offs)
     columns = b.ndim == 2
