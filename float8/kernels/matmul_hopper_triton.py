@@ -65,7 +65,6 @@ class Config:
     ACCUMULATE: bool  # onto what out holds
     TMA_OUT: bool
     WIDTH: int  # columns that are written at a time
-    HALVES: int  # parts in which a tile's columns are multiplied
     STAGES: int
     BN: int = 256
     BK: int = 128
@@ -81,7 +80,7 @@ class Config:
         stage = (128 + Config.BN) * Config.BK
         stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
         stages = min(4, (_SHARED_MEMORY - 128 * width * wide) // stage)
-        return Config(*scales, groups, fast, bias, accumulate, wide > 0, width, 2, stages)
+        return Config(*scales, groups, fast, bias, accumulate, wide > 0, width, stages)
 
 
 @gluon.constexpr_function
@@ -162,8 +161,7 @@ def _produce(
     offs, M, K, G, down, across, b_g, sa_k, sb_g, sb_k, P: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: for each tile, for each 128 of K, fill the next buffer."""
-    HALVES: gl.constexpr = P.HALVES
-    HALF: gl.constexpr = P.BN // P.HALVES
+    HALF: gl.constexpr = P.BN // 2
     A_SCALES: gl.constexpr = P.SCALE_A == "vector"
     B_SCALES: gl.constexpr = P.SCALE_B == "vector"
     BYTES: gl.constexpr = (128 + P.BN) * P.BK + 4 * (128 * A_SCALES + P.BN * B_SCALES)
@@ -184,8 +182,8 @@ def _produce(
                 mbarrier.expect(ready, BYTES)
                 tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
                 tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
-                for h in gl.static_range(HALVES):
-                    there, part = column + h * HALF, stage * HALVES + h
+                for h in gl.static_range(2):
+                    there, part = column + h * HALF, stage * 2 + h
                     at = [g * b_g + there, k]
                     tma.async_copy_global_to_shared(b_desc, at, ready, b.index(part))
                     if B_SCALES:
@@ -315,8 +313,7 @@ def _consume(
     FIRST_ROW: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows of each tile, from FIRST_ROW on."""
-    HALVES: gl.constexpr = P.HALVES
-    HALF: gl.constexpr = P.BN // P.HALVES
+    HALF: gl.constexpr = P.BN // 2
     L: gl.constexpr = _sums(HALF)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     t = gl.program_id(0)
@@ -336,24 +333,17 @@ def _consume(
             if P.FAST:
                 for block in range(blocks):
                     mbarrier.wait(full.index(stage), phase)
-                    b_left = b.index(stage * HALVES).permute((1, 0))
+                    b_left = b.index(stage * 2).permute((1, 0))
                     left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
-                    if HALVES == 2:
-                        b_right = b.index(stage * HALVES + 1).permute((1, 0))
-                        right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
-                        left, right = warpgroup_mma_wait(2, deps=[left, right])
-                    else:
-                        left = warpgroup_mma_wait(1, deps=[left])
+                    b_right = b.index(stage * 2 + 1).permute((1, 0))
+                    right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
+                    left, right = warpgroup_mma_wait(2, deps=[left, right])
                     # The products of this buffer run; those of the one before are done.
                     mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
                     stage, phase = _next(stage, phase, P)
-                if HALVES == 2:
-                    left, right = warpgroup_mma_wait(0, deps=[left, right])
-                else:
-                    left = warpgroup_mma_wait(0, deps=[left])
+                left, right = warpgroup_mma_wait(0, deps=[left, right])
                 mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=live)
             else:
-                gl.static_assert(HALVES == 2)
                 partial = gl.zeros([64, HALF], gl.float32, L)
                 square_a = own_a + row // 128 * sa_m
                 square_left = own_b + column // 128 * sb_n
@@ -386,11 +376,10 @@ def _consume(
                 left, out_desc, out, buffer, own_a, own_b, bias, row, column, low, high, shift,
                 live, N, sa_m, sb_n, out_m, HALF, P,
             )  # fmt: skip
-            if HALVES == 2:
-                _store(
-                    right, out_desc, out, buffer, own_a, own_b, bias, row, column + HALF, low,
-                    high, shift, live, N, sa_m, sb_n, out_m, HALF, P,
-                )  # fmt: skip
+            _store(
+                right, out_desc, out, buffer, own_a, own_b, bias, row, column + HALF, low, high,
+                shift, live, N, sa_m, sb_n, out_m, HALF, P,
+            )  # fmt: skip
             t += gl.num_programs(0)
         t -= tiles  # the next group's are counted from its first
     if P.TMA_OUT:
@@ -421,8 +410,8 @@ def matmul_kernel(
     descriptors of all their memory. Descriptors that P does not call for are None.
     """
     STAGES: gl.constexpr = P.STAGES
-    PARTS: gl.constexpr = P.STAGES * P.HALVES
-    HALF: gl.constexpr = P.BN // P.HALVES
+    PARTS: gl.constexpr = P.STAGES * 2
+    HALF: gl.constexpr = P.BN // 2
     a_low = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, P.BK], a_desc.layout)
     a_high = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 64, P.BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [PARTS, HALF, P.BK], b_desc.layout)
@@ -540,7 +529,7 @@ class _Product:
     ) -> None:
         (m, n, k, count, b_rows), (a_m, b_n, out_m) = sizes, pitches
         _, _, sa_k, sb_g, _, sb_k = scale_strides
-        half, blocks = config.BN // config.HALVES, -(-k // 128)
+        half, blocks = config.BN // 2, -(-k // 128)
         rows_b, rows_out = (count - 1) * b_rows + n, count * m if config.GROUPS == "columns" else m
         # A vector scale is one row: all of its memory, from the first element to the last.
         self.windows = (
