@@ -528,6 +528,7 @@ _PRODUCTS: dict[str, tuple[Block, Block, torch.dtype]] = {
     "mm_rowwise": ((1, FULL), (FULL, 1), torch.float32),
     "mm_blockwise": ((1, 128), (128, 128), torch.float32),
     "mm_mx": ((1, 32), (32, 1), E8M0.dtype),
+    "grouped": ((1, FULL), (FULL, 1), torch.float32),
 }
 
 
