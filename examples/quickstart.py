@@ -1,6 +1,6 @@
 """FP8 training in fifteen lines; then two weights that are not those of an nn.Linear.
 
-    python examples/quickstart.py                      seconds on a CPU
+    python examples/quickstart.py                      a minute on a CPU
     python examples/quickstart.py --backend inductor   compiled to machine code (default on a GPU)
 
 The models predict a byte from the 16 before it, in source files of the PyTorch that is installed.

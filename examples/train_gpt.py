@@ -84,6 +84,7 @@ class Example:
     file: str
     about: str
     presets: Mapping[str, Preset]
+    model: str  # in the plot's title, and in the name of its folder
 
 
 PRESETS = {
@@ -95,7 +96,7 @@ PRESETS = {
     "8b-layers": Preset(4, 4096, 32, 14336, seq_len=8192, batch_size=1, steps=100, warmup=20,
                         lr=3e-4, kv_heads=8),
 }  # fmt: skip
-EXAMPLE = Example(__file__, __doc__, PRESETS)
+EXAMPLE = Example(__file__, __doc__, PRESETS, "GPT")
 
 
 @dataclass(frozen=True)
@@ -467,9 +468,9 @@ def command_line(example: Example) -> argparse.ArgumentParser:
     return parser
 
 
-def prepare(args: argparse.Namespace, presets: Mapping[str, Preset]) -> Job:
+def prepare(args: argparse.Namespace, example: Example) -> Job:
     """What the flags ask for. Raises ValueError, in words, where it cannot be had."""
-    setup = presets[args.preset]
+    setup = example.presets[args.preset]
     given = {f.name: getattr(args, f.name) for f in fields(setup)}
     setup = replace(setup, **{k: v for k, v in given.items() if v is not None})
     with torch.device("meta"):
@@ -482,7 +483,8 @@ def prepare(args: argparse.Namespace, presets: Mapping[str, Preset]) -> Job:
     if args.cuda_graph and device.type != "cuda":
         raise ValueError("--cuda-graph: a CPU has no such graphs; leave it out, or use a GPU")
     text = Text.load(args.data, setup.seq_len, device)
-    name = [args.preset, *args.recipe, args.assume_device or device.type, f"seed{args.seed}"]
+    model = example.model.lower()
+    name = [model, args.preset, *args.recipe, args.assume_device or device.type, f"seed{args.seed}"]
     folder = args.out or Path("runs", "-".join(name))
     return Job(
         args=args,
@@ -553,7 +555,7 @@ def main(argv: list[str] | None = None, example: Example = EXAMPLE) -> dict[str,
     args.recipe = list(dict.fromkeys(args.recipe))
     with contextlib.ExitStack() as stack:
         try:
-            job = prepare(args, example.presets)
+            job = prepare(args, example)
             if args.assume_device:
                 stack.enter_context(float8.assume_device(args.assume_device))
             for recipe in args.recipe if args.resume else ():  # refusals before any training
@@ -575,7 +577,7 @@ def main(argv: list[str] | None = None, example: Example = EXAMPLE) -> dict[str,
     if job.outputs.matplotlib:
         numerics = f" with FP8 as {args.assume_device} has it" if args.assume_device else ""
         where = f"{job.profile.product or job.device}{numerics}"
-        title = f"{args.preset} GPT, seed {args.seed}, on {where}"
+        title = f"{args.preset} {example.model}, seed {args.seed}, on {where}"
         plot(records, title, job.outputs.folder / "loss.png", args.last)
     save_losses(records, job.outputs.folder / "losses.json", args.last)
     print_table(table(records, args.last))

@@ -108,7 +108,7 @@ PRESETS = {
     "small": Preset(10, 1024, 8, 768, seq_len=1024, batch_size=32, steps=500, warmup=50, lr=6e-4,
                     experts=32, top_k=4, shared=768),
 }  # fmt: skip
-EXAMPLE = train_gpt.Example(__file__, __doc__, PRESETS)
+EXAMPLE = train_gpt.Example(__file__, __doc__, PRESETS, "MoE")
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
