@@ -426,11 +426,13 @@ def test_the_order_of_tokens_and_of_experts_does_not_matter(recipe: Recipe) -> N
     rows = torch.cat([torch.arange(*spans(sizes)[e]) for e in order])
     moved = [sizes[e] for e in order]
     got = run(recipe, x[rows], w[order], g[rows], ends(moved))
-    assert_all_same(got, (y[rows], gx[rows], gw[order]))
+    # BLAS may add up a row otherwise where it stands elsewhere; another row's sum is nowhere near.
+    for ours, theirs in zip(got, (y[rows], gx[rows], gw[order]), strict=True):
+        assert relative_error(ours, theirs) < 2.0**-20
     shuffled = torch.cat([s + torch.randperm(t - s) for s, t in spans(sizes)])
     got = run(recipe, x[shuffled], w, g[shuffled], offs)
-    assert_same_bytes(got[0], y[shuffled])
-    assert_same_bytes(got[1], gx[shuffled])
+    assert relative_error(got[0], y[shuffled]) < 2.0**-20
+    assert relative_error(got[1], gx[shuffled]) < 2.0**-20
 
 
 def test_routing_weights_of_two_experts_per_token() -> None:
