@@ -49,10 +49,6 @@ _LIB.define("grouped_mm_hp(Tensor a, Tensor b, Tensor offs) -> Tensor")
 Refusal = Callable[[DeviceProfile, Operand, Operand], str | None]
 
 
-def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
-    return None
-
-
 def _hopper_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     return _rows_refusal("hopper", profile, a, b)
 
@@ -97,14 +93,14 @@ def _torch_grouped_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> st
 IMPLEMENTATIONS: dict[str, Refusal] = {
     "hopper": _hopper_refusal,
     "triton": _triton_refusal,
-    "torch": _never_refuses,
+    "torch": matmul.never_refuses,
     "torch_grouped": _torch_grouped_refusal,
 }
 # Columns of a group are multiplied as matrices are, blocks of whole groups as FULL.
 WGRAD_IMPLEMENTATIONS: dict[str, Refusal] = {
     "hopper": matmul.IMPLEMENTATIONS["hopper"],
     "triton": matmul.IMPLEMENTATIONS["triton"],
-    "torch": _never_refuses,
+    "torch": matmul.never_refuses,
 }
 
 

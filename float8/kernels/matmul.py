@@ -211,7 +211,7 @@ def _bf16_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     )
 
 
-def _never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
+def never_refuses(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     return None
 
 
@@ -220,7 +220,7 @@ IMPLEMENTATIONS = {
     "cublas": _cublas_refusal,
     "hopper": _hopper_refusal,
     "triton": _triton_refusal,
-    "torch": _never_refuses,
+    "torch": never_refuses,
     "torch_bf16": _bf16_refusal,
 }
 # Where measurements (docs/performance.md) say otherwise: (architecture, native mode) to the names
