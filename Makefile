@@ -12,9 +12,10 @@ demo:  ## train a tiny GPT in bf16 and in FP8, on the GPU where there is one
 	$(SETUP) demo
 	$(RUN) examples/train_gpt.py --preset tiny --recipe bf16 rowwise $(ARGS)
 
-test:  ## the whole test suite; ARGS="tests/test_layout.py -x" for a part of it
+test:  ## the whole test suite, on all cores; ARGS="tests/test_layout.py -x" for a part of it
 	$(SETUP) test
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -c "import xdist" 2>/dev/null && parallel="-n auto --dist worksteal"; \
+	$(RUN) -m pytest $$parallel $(ARGS)
 
 lint:  ## style, formatting and types
 	$(SETUP) lint

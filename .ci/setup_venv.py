@@ -33,7 +33,11 @@ PYPROJECT = ROOT / "pyproject.toml"
 # goal -> the extra that lists its packages, those it cannot do without, what happens without others
 GOALS = {
     "demo": ("examples", {"torch"}, "the demo does without"),
-    "test": ("test", {"torch", "pytest"}, "tests that need them are skipped"),
+    "test": (
+        "test",
+        {"torch", "pytest"},
+        "tests that need them are skipped; without pytest-xdist all run in one process",
+    ),
     "lint": ("dev", {"torch", "ruff", "mypy"}, "the checks do without"),
     "docs": ("docs", {"torch", "mkdocs"}, "the pages need what mkdocs.yml names of them"),
 }

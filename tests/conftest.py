@@ -1,4 +1,5 @@
-"""What holds for every test: a fixed seed, and no compiled code left over from another test."""
+"""What holds for every test: a fixed seed, no compiled code left over from another test, a process
+for each core."""
 
 import importlib.util
 import os
@@ -6,6 +7,7 @@ import sys
 import types
 import unittest
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,10 @@ import torch
 if not torch.cuda.is_available():
     # Read when triton is first imported, which inductor may do in any test.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # other cores have tests of their own
+    os.environ["OMP_NUM_THREADS"] = "1"  # of what a test starts
+    torch.set_num_threads(1)
 
 if importlib.util.find_spec("expecttest") is None:
     # It pins the text of errors in most files. Where it cannot be installed (a GPU machine without
@@ -36,6 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="deterministic algorithms: empty tensors are filled with NaN, so that a read of "
         "memory that nobody wrote shows",
     )
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes for ``-n auto``. None but this one for a single file: to start them takes seconds.
+    At most 16: on a GPU each needs memory."""
+    files = {Path(argument.split("::")[0]) for argument in config.args}
+    most = len(files) if all(path.is_file() for path in files) else 16
+    return min(os.cpu_count() or 1, most) if most > 1 else 0
 
 
 @pytest.fixture(autouse=True)
