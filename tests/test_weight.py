@@ -362,7 +362,10 @@ def test_grouped_mm_is_a_linear_per_expert(grouped: Any, recipe: Recipe, device:
     plain = inner(layer).clone().requires_grad_()
     for ours, theirs in zip(got, step(by_linear, x, plain, got[-1]), strict=True):
         assert type(ours) is Tensor
-        assert_same_bytes(ours, theirs)
+        if device == "cuda" and recipe == MXFP8:  # other kernels multiply for a linear layer
+            assert sqnr(ours, theirs.double()) > 45
+        else:
+            assert_same_bytes(ours, theirs)
     by_torch = step(lambda x, w: grouped(x[:173], w.mT, offs=offs), x, plain, got[-1][:173])
     for ours, theirs in zip((got[0][:173], *got[1:3]), by_torch, strict=False):
         assert sqnr(ours, theirs.double()) > 22
