@@ -5,11 +5,12 @@ Where there is a GPU it runs there; elsewhere in Triton's interpreter, as each a
 have it. Shape letters: M rows of a, N columns of b, K the contraction.
 """
 
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,16 @@ from test_matmul import (
     values,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import float8
 from float8 import E4M3FN, E8M0, FULL
 from float8.devices import DeviceProfile, describe
 from float8.formats import FORMATS
 from float8.kernels import matmul
+from float8.kernels.launch import Launch
 from float8.scaling import decode_scale
-from float8.testing import assert_same_bytes, relative_error
+from float8.testing import assert_same_bytes, needs, relative_error
 
 pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
@@ -393,6 +396,90 @@ def test_only_operands_that_would_be_read_byte_by_byte_are_copied() -> None:
         assert copy.shape == (view.shape[0], -(-view.shape[1] // 16) * 16)
         assert copy.stride(0) % 16 == copy.data_ptr() % 16 == 0
         assert_same_bytes(copy[:, : view.shape[1]].contiguous(), view.contiguous())
+
+
+# ---- which device --------------------------------------------------------------------------------
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is current, which it is again behind it; another device is entered once a launch,
+    and the current one never."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    current, entered, asked = [0], [0], [0]
+    seen: list[tuple[str, int]] = []
+
+    def ask() -> int:
+        asked[0] += 1
+        return current[0]
+
+    @contextlib.contextmanager
+    def enter(index: int) -> Iterator[None]:
+        entered[0] += 1
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    class Kernel:
+        def __init__(self, call: str) -> None:
+            self.call = call
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., "Kernel"]:
+            def called(*args: Any, **options: Any) -> Kernel:
+                seen.append((self.call, current[0]))
+                return Kernel("launched")
+
+            return called
+
+    monkeypatch.setattr(torch.cuda, "current_device", ask)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    with FakeTensorMode():
+        tensors = [torch.empty(4, 16, device=f"cuda:{i}") for i in range(2)]
+    for i, x in enumerate(tensors):
+        launch = Launch(Kernel("compiled"), (1, 1, 1), options={"num_warps": 4})
+        described = TensorDescriptor(x, [4, 16], [16, 1], [4, 16])
+        launch(described, None, x)  # what is no tensor has no device
+        launch(described, None, x, grid=(2, 1, 1))
+        assert seen == [("compiled", i), ("launched", i)] and (current, entered) == ([0], [2 * i])
+        seen.clear()
+    asked[0] = 0
+    for device in ("cpu", "meta"):  # have none to ask for
+        Launch(Kernel(device), (1, 1, 1), options={})(torch.empty(4, device=device))
+    assert seen == [("cpu", 0), ("meta", 0)] and not asked[0]
+
+
+@needs("two_gpus")
+def test_the_device_of_the_operands_need_not_be_the_current_one() -> None:
+    x = torch.randn(256, 512, dtype=torch.bfloat16, device="cuda:0")
+    indices = torch.randint(4, (256, 2), device="cuda:0")
+    dtype, ops = E4M3FN.dtype, float8.ops
+
+    def results(x: Tensor, indices: Tensor) -> list[Tensor]:
+        data, scale = ops.quantize(x, (1, FULL), dtype, "fp32")
+        args = data, data.t(), scale, scale.t(), (1, FULL), (FULL, 1), torch.bfloat16, True
+        found = [data, scale, ops.scaled_mm(*args, "triton")]
+        if float8.device_profile(x.device).arch == "sm_90":
+            found.append(ops.scaled_mm(*args, "hopper"))
+        found += ops.swiglu_quantize(x, x, (1, FULL), dtype, "fp32", (1, FULL), dtype, "fp32")
+        routing = ops.route(indices, 4, 128)
+        rows = ops.permute(x, *routing[:2])
+        back = ops.unpermute(rows, routing[0])
+        none = (None, None, None)
+        columns = ops.quantize_grouped(rows, routing[2], *none, (1, FULL), dtype, "fp32")[2:]
+        data_t, scale_t, offs_t = columns
+        blocks, last = ((1, FULL), (1, FULL)), (torch.bfloat16, True, "triton")
+        pair = data_t, data_t, scale_t, scale_t
+        return [
+            *found, *routing, rows, back, *columns,
+            ops.grouped_wgrad(*pair, offs_t, *blocks, *last),
+        ]  # fmt: skip
+
+    with torch.cuda.device(0):
+        expected = results(x, indices)
+        for got, want in zip(results(x.to("cuda:1"), indices.to("cuda:1")), expected, strict=True):
+            assert got.device.index == 1
+            assert_same_bytes(got, want)
+        assert torch.cuda.current_device() == 0
 
 
 # ---- machine code ------------------------------------------------------------------------------

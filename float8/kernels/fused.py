@@ -268,8 +268,7 @@ def _launch(
     """1/rms of the rows (None but for "rms"), and the layouts."""
     from .fused_triton import fused_layouts
 
-    with torch.cuda.device(inputs[0].device):  # Triton launches on the current device
-        rstd, layouts = fused_layouts(source, *inputs, eps, *casts)
+    rstd, layouts = fused_layouts(source, *inputs, eps, *casts)
     data, scale, data_t, scale_t = (
         inputs[0].new_empty(0) if part is None else part for part in layouts
     )

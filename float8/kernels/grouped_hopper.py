@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..scaling import FULL, Block, scale_shape
 from .grouped import stacked
-from .matmul_hopper import KINDS, fits, run
+from .matmul_hopper import KINDS, fits
 
 Scales = tuple[str, str]
 
@@ -123,8 +123,8 @@ def _run(
 ) -> None:
     if (reason := fits(a, b)) is not None:
         raise ValueError(f"impl='hopper' cannot multiply these groups: {reason}")
-    from .matmul_hopper_triton import Groups
+    from .matmul_hopper_triton import Groups, multiply
 
     fast = fast_accum and scales == ("outer", "outer")
     groups = Groups(kind, offs.contiguous(), b_rows)
-    run(a, b, scale_a, scale_b, scales, fast, None, out, accumulate, groups)
+    multiply(a, b, scale_a, scale_b, scales, fast, None, out, accumulate, groups)

@@ -74,12 +74,7 @@ def _run(
         Part.of(a), Part.of(b), Part.of(scale_a), Part.of(scale_b), block_a, block_b, out.dtype,
         fast_accum, a.device, device_profile(a.device), groups,
     )  # fmt: skip
-    args = a, b, scale_a, scale_b, out, offs.contiguous()
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):  # Triton launches on the current device
-            launch(*args)
-    else:
-        launch(*args)
+    launch(a, b, scale_a, scale_b, out, offs.contiguous())
 
 
 _launch = functools.lru_cache(maxsize=1024)(Matmul)

@@ -26,7 +26,7 @@ class Launch:
     Triton examines every argument at every launch; for these kernels that costs the host of an H200
     45 us. Here it happens once: what Triton specialises on are the arguments held here, and the
     dtypes of those given and whether they start on 16 bytes; one object serves calls that agree in
-    those.
+    those, and in the device.
     """
 
     def __init__(
@@ -42,10 +42,16 @@ class Launch:
         self.kernel, self.grid, self.sizes = kernel, grid, sizes
         self.options, self.constants = options, constants
         self.compiled: Any = None  # stays None in Triton's interpreter
+        self.index: int | None = None  # of the GPU that it is compiled for
 
     def __call__(self, *first: Any, grid: tuple[int, int, int] | None = None) -> None:
         """``first``: tensors, what stands for them (a descriptor, None) and sizes that the kernel
-        does not specialise on."""
+        does not specialise on. They are on one device, which need not be the current one."""
+        if self.compiled is None:
+            self.index = next(x.device.index for x in first if isinstance(x, Tensor))
+        if self.index is not None and self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):  # where Triton compiles and launches
+                return self(*first, grid=grid)
         grid = grid or self.grid
         if self.compiled is None:
             launch = self.kernel[grid]

@@ -441,9 +441,6 @@ def _scaled_mm_triton(
     from .matmul_triton import multiply
 
     args = _wide(a), _wide(b.t()).t(), scale_a, scale_b, left.block, right.block
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):  # Triton launches on the current device
-            return multiply(*args, out_dtype, fast_accum)
     return multiply(*args, out_dtype, fast_accum)
 
 

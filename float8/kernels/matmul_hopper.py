@@ -15,7 +15,7 @@ The reference is ``scaled_mm_torch`` of ``float8.kernels.matmul``. Hopper's tens
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -112,18 +112,9 @@ def scaled_mm_hopper(
     assert out.shape == (m, n) and out.dtype == out_dtype, (out.shape, out.dtype)
     assert n == 1 or out.stride(1) == 1, out.stride()
 
-    inner = block_a[1] == FULL
-    kinds = ("outer", "outer") if inner else (KINDS[block_a[0]], KINDS[block_b[0]])
-    run(a_MK, b_NK, scale_a, scale_b, kinds, fast_accum and inner, bias, out, accumulate)
-    return out
-
-
-def run(a: Tensor, *args: Any) -> None:
-    """``matmul_hopper_triton.multiply`` on the device of a."""
     from .matmul_hopper_triton import multiply
 
-    if not a.is_cuda or a.device.index == torch.cuda.current_device():
-        multiply(a, *args)
-    else:
-        with torch.cuda.device(a.device):  # Triton launches on the current device
-            multiply(a, *args)
+    inner = block_a[1] == FULL
+    kinds = ("outer", "outer") if inner else (KINDS[block_a[0]], KINDS[block_b[0]])
+    multiply(a_MK, b_NK, scale_a, scale_b, kinds, fast_accum and inner, bias, out, accumulate)
+    return out

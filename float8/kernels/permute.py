@@ -137,8 +137,7 @@ def _route_gpu(indices: Tensor, experts: int, align: int) -> tuple[Tensor, Tenso
     outputs = _fake_route(indices, experts, align)
     from .permute_triton import launch_route
 
-    with torch.cuda.device(indices.device):  # Triton launches on the current device
-        launch_route(indices, align, *outputs)
+    launch_route(indices, align, *outputs)
     return outputs
 
 
@@ -251,8 +250,7 @@ def _permute_gpu(x: Tensor, position: Tensor, source: Tensor) -> Tensor:
     if rows.numel():
         from .permute_triton import launch_permute
 
-        with torch.cuda.device(x.device):
-            launch_permute(x, position, source, rows)
+        launch_permute(x, position, source, rows)
     return rows
 
 
@@ -274,8 +272,7 @@ def _permute_quantize_gpu(
     from .permute_triton import launch_permute
 
     data, scale = _empty_rows(x, source.shape[0], cast)
-    with torch.cuda.device(x.device):
-        launch_permute(x, position, source, data, scale, cast)
+    launch_permute(x, position, source, data, scale, cast)
     return data, scale
 
 
@@ -409,8 +406,7 @@ def _unpermute_gpu(y: Tensor, position: Tensor, weights: Tensor | None = None) -
     if out.numel():
         from .permute_triton import launch_unpermute
 
-        with torch.cuda.device(y.device):
-            launch_unpermute(y, position, weights, out)
+        launch_unpermute(y, position, weights, out)
     return out
 
 
@@ -422,8 +418,7 @@ def _unpermute_backward_gpu(
         return unpermute_backward(grad, y, position, source, weights)
     from .permute_triton import launch_unpermute_backward
 
-    with torch.cuda.device(grad.device):
-        launch_unpermute_backward(grad, y, position, source, weights, gy, gw)
+    launch_unpermute_backward(grad, y, position, source, weights, gy, gw)
     return gy, gw
 
 

@@ -285,9 +285,6 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     from .quantize_triton import quantize_and_measure, quantize_layouts
 
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):  # Triton launches on the current device
-            return _launch(x, row, col, amax, measured)
     if measured and col is not None:
         return quantize_and_measure(x, row, col)
     return quantize_layouts(x, row, col, amax)
