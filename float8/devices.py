@@ -2,8 +2,8 @@
 
 Every question names a device and is answered for that one: nothing is probed at import, nothing is
 decided for the process. What torch supports is read off its ScaledBlas.cpp, RowwiseScaledMM.cu and
-GroupedBlas.cpp; shared memory and wavefronts off the CUDA programming guide and AMD's table of GPU
-specifications.
+GroupedBlas.cpp; shared memory, wavefronts and matrix instructions off the CUDA programming guide,
+the PTX ISA, AMD's table of GPU specifications and its ISA guides.
 """
 
 import contextlib
@@ -15,10 +15,11 @@ from typing import Literal
 
 import torch
 
-from .formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Flavour, Float8Format
+from .formats import FORMATS, Flavour, Float8Format
 
 Vendor = Literal["nvidia", "amd", "cpu", "unknown"]
 Op = Literal["convert", "mm_tensorwise", "mm_rowwise", "mm_blockwise", "mm_mx", "grouped"]
+Matrix = Literal["mma", "wgmma", "tcgen05", "mfma", "mfma_scale", "wmma"]
 
 OPS: tuple[Op, ...] = (
     "convert",  # instructions that round to FP8
@@ -43,6 +44,7 @@ class DeviceProfile:
     alignment_note: str
     wavefront: int  # threads that run in step; 1 where nothing is known
     shared_memory: int  # bytes that one workgroup can have
+    matrix: Matrix | None = None  # matrix instructions for FP8, by the vendor's name
     product: str | None = None  # as the driver names it
     peak_bf16: float | None = None  # dense FLOP/s; None: unknown, and so is MFU
     peak_fp8: float | None = None
@@ -60,10 +62,7 @@ class DeviceProfile:
         """Why `op` does not run natively, as a sentence; None when it does."""
         if op not in OPS:
             raise ValueError(f"{op!r} is not an op of this table; those are {', '.join(OPS)}.")
-        for refused, reason in self.refusals:
-            if refused == op:
-                return reason
-        return None
+        return dict(self.refusals).get(op)
 
 
 def _refuse_all(reason: str) -> tuple[tuple[Op, str], ...]:
@@ -77,12 +76,14 @@ _NOTES: dict[Vendor, str] = {
 }
 
 
-def _gpu(arch: str, wavefront: int, shared_kib: int, *refusals: tuple[Op, str]) -> DeviceProfile:
+def _gpu(
+    arch: str, matrix: Matrix, wavefront: int, shared_kib: int, *refusals: tuple[Op, str]
+) -> DeviceProfile:
     vendor: Vendor = "nvidia" if arch.startswith("sm_") else "amd"
     flavour: Flavour = "fnuz" if arch == "gfx942" else "fn"
     why, note = f"{arch} has the {flavour.upper()} formats.", _NOTES[vendor]
     return DeviceProfile(
-        arch, vendor, flavour, why, refusals, 16, note, wavefront, shared_kib << 10
+        arch, vendor, flavour, why, refusals, 16, note, wavefront, shared_kib << 10, matrix
     )
 
 
@@ -106,16 +107,16 @@ _TABLE: dict[str, DeviceProfile] = {
     for row in (
         _emulated("sm_80", "nvidia", f"sm_80 {_OLD_SM}", 32, 163),
         _emulated("sm_86", "nvidia", f"sm_86 {_OLD_SM}", 32, 99),
-        _gpu("sm_89", 32, 99, _NO_BLOCK, _NO_MX, _NO_GROUPED),
-        _gpu("sm_90", 32, 227, _NO_MX),
-        _gpu("sm_100", 32, 227, _NO_BLOCK, _NO_GROUPED),
-        _gpu("sm_103", 32, 227, _NO_BLOCK, _NO_GROUPED),
-        _gpu("sm_120", 32, 99, _NO_BLOCK, _NO_GROUPED),
+        _gpu("sm_89", "mma", 32, 99, _NO_BLOCK, _NO_MX, _NO_GROUPED),
+        _gpu("sm_90", "wgmma", 32, 227, _NO_MX),
+        _gpu("sm_100", "tcgen05", 32, 227, _NO_BLOCK, _NO_GROUPED),
+        _gpu("sm_103", "tcgen05", 32, 227, _NO_BLOCK, _NO_GROUPED),
+        _gpu("sm_120", "mma", 32, 99, _NO_BLOCK, _NO_GROUPED),
         _emulated("gfx90a", "amd", "gfx90a has no FP8 instructions, gfx942 has.", 64, 64),
-        _gpu("gfx942", 64, 64, _NO_BLOCK, _NO_FNUZ_MX),
-        _gpu("gfx950", 64, 160, _NO_BLOCK),
-        _gpu("gfx1200", 32, 64, _NO_ROW, _NO_BLOCK, _NO_MX, _NO_GROUPED),
-        _gpu("gfx1201", 32, 64, _NO_ROW, _NO_BLOCK, _NO_MX, _NO_GROUPED),
+        _gpu("gfx942", "mfma", 64, 64, _NO_BLOCK, _NO_FNUZ_MX),
+        _gpu("gfx950", "mfma_scale", 64, 160, _NO_BLOCK),
+        _gpu("gfx1200", "wmma", 32, 64, _NO_ROW, _NO_BLOCK, _NO_MX, _NO_GROUPED),
+        _gpu("gfx1201", "wmma", 32, 64, _NO_ROW, _NO_BLOCK, _NO_MX, _NO_GROUPED),
         _emulated("cpu", "cpu", "torch has no fast FP8 on a CPU."),
     )
 }
@@ -245,14 +246,14 @@ def device_profile(device: torch.device | str) -> DeviceProfile:
     return profile
 
 
+_BY_KIND = {(f.kind, f.flavour): f for f in FORMATS}
+
+
 def format_for(device: torch.device | str, kind: Literal["e4m3", "e5m2"]) -> Float8Format:
     """The format of `kind` that `device` has, or that emulation takes there."""
     if kind not in ("e4m3", "e5m2"):
         raise ValueError(f"No FP8 format of kind {kind!r}; tensors are 'e4m3' or 'e5m2'.")
-    fnuz = device_profile(device).flavour == "fnuz"
-    if kind == "e4m3":
-        return E4M3FNUZ if fnuz else E4M3FN
-    return E5M2FNUZ if fnuz else E5M2
+    return _BY_KIND[kind, device_profile(device).flavour]
 
 
 @contextlib.contextmanager

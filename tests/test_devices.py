@@ -71,26 +71,26 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def test_the_table() -> None:
     rows = [
-        f"{p.arch:8}{p.vendor:7}{p.flavour:5}{p.alignment:3}{p.wavefront:3} "
-        f"{p.shared_memory // 1024:4} KiB  {', '.join(op for op in OPS if op in p.native)}".rstrip()
+        f"{p.arch:8}{p.vendor:7}{p.flavour:5}{p.matrix or '':10}{p.alignment:3}{p.wavefront:3} "
+        f"{p.shared_memory // 1024:4}K {', '.join(op for op in OPS if op in p.native)}".rstrip()
         for p in (describe(arch) for arch in [*GPUS, "cpu"])
     ]
     assert_expected_inline(
         "\n".join(rows),
         """\
-sm_80   nvidia fn     1 32  163 KiB
-sm_86   nvidia fn     1 32   99 KiB
-sm_89   nvidia fn    16 32   99 KiB  convert, mm_tensorwise, mm_rowwise
-sm_90   nvidia fn    16 32  227 KiB  convert, mm_tensorwise, mm_rowwise, mm_blockwise, grouped
-sm_100  nvidia fn    16 32  227 KiB  convert, mm_tensorwise, mm_rowwise, mm_mx
-sm_103  nvidia fn    16 32  227 KiB  convert, mm_tensorwise, mm_rowwise, mm_mx
-sm_120  nvidia fn    16 32   99 KiB  convert, mm_tensorwise, mm_rowwise, mm_mx
-gfx90a  amd    fn     1 64   64 KiB
-gfx942  amd    fnuz  16 64   64 KiB  convert, mm_tensorwise, mm_rowwise, grouped
-gfx950  amd    fn    16 64  160 KiB  convert, mm_tensorwise, mm_rowwise, mm_mx, grouped
-gfx1200 amd    fn    16 32   64 KiB  convert, mm_tensorwise
-gfx1201 amd    fn    16 32   64 KiB  convert, mm_tensorwise
-cpu     cpu    fn     1  1    0 KiB""",
+sm_80   nvidia fn               1 32  163K
+sm_86   nvidia fn               1 32   99K
+sm_89   nvidia fn   mma        16 32   99K convert, mm_tensorwise, mm_rowwise
+sm_90   nvidia fn   wgmma      16 32  227K convert, mm_tensorwise, mm_rowwise, mm_blockwise, grouped
+sm_100  nvidia fn   tcgen05    16 32  227K convert, mm_tensorwise, mm_rowwise, mm_mx
+sm_103  nvidia fn   tcgen05    16 32  227K convert, mm_tensorwise, mm_rowwise, mm_mx
+sm_120  nvidia fn   mma        16 32   99K convert, mm_tensorwise, mm_rowwise, mm_mx
+gfx90a  amd    fn               1 64   64K
+gfx942  amd    fnuz mfma       16 64   64K convert, mm_tensorwise, mm_rowwise, grouped
+gfx950  amd    fn   mfma_scale 16 64  160K convert, mm_tensorwise, mm_rowwise, mm_mx, grouped
+gfx1200 amd    fn   wmma       16 32   64K convert, mm_tensorwise
+gfx1201 amd    fn   wmma       16 32   64K convert, mm_tensorwise
+cpu     cpu    fn               1  1    0K""",
     )
 
 

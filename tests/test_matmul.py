@@ -445,7 +445,7 @@ def test_what_the_triton_kernel_does_not_multiply(
         """\
 sm_80: sm_80 has no FP8 instructions; they start with sm_89
 gfx90a: gfx90a has no FP8 instructions, gfx942 has
-gfx1201: the Triton kernel is made for gfx942 and gfx950 among AMD's GPUs
+gfx1201: the Triton kernel is made for AMD's MFMA instructions, gfx1201 has WMMA
 cpu: torch has no fast FP8 on a CPU
 unknown: Unknown device: type 'meta'
 sm_90: sm_90 multiplies fn formats, these are e4m3fnuz and e4m3fnuz

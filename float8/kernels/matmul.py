@@ -156,7 +156,6 @@ def _other_flavour(profile: DeviceProfile, a: Operand, b: Operand) -> str | None
     return f"{profile.arch} multiplies {profile.flavour} formats, these are {these}"
 
 
-_TRITON_AMD = ("gfx942", "gfx950")  # gfx12 multiplies FP8 too; for it the kernel's tiles spill
 _TRITON_INNER = (32, 64, 128, FULL)  # sizes of a block along the contraction
 
 
@@ -168,8 +167,8 @@ def triton_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None
         return reason  # FP8 comes as a whole: those that convert to it multiply it
     if (reason := _other_flavour(profile, a, b)) is not None:
         return reason
-    if profile.vendor == "amd" and profile.arch not in _TRITON_AMD:
-        return f"the Triton kernel is made for {' and '.join(_TRITON_AMD)} among AMD's GPUs"
+    if profile.matrix == "wmma":  # its tiles would spill
+        return f"the Triton kernel is made for AMD's MFMA instructions, {profile.arch} has WMMA"
     inner = a.block[1], b.block[0]
     if inner[0] != inner[1] or inner[0] not in _TRITON_INNER:
         return (

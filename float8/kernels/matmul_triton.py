@@ -272,9 +272,11 @@ def tiling(profile: DeviceProfile, bk: int, in_registers: bool) -> Tiling:
     return Tiling(128, 128, bk, warps=8, stages=3, programs=1)
 
 
-_EXACT = ("sm_100", "sm_103")  # NVIDIA's whose tensor cores add up products in float32
-_MX = ("sm_100", "sm_103", "gfx950")  # whose matrix instructions take E8M0 scales
-_TMA = ("sm_90", "sm_100", "sm_103")
+# Matrix instructions that add up products in less than float32, or are not known not to; that take
+# E8M0 scales as Triton compiles them; and that read shared memory, which TMA fills.
+_INEXACT = ("mma", "wgmma")
+_SCALED = ("tcgen05", "mfma_scale")
+_SHARED = ("wgmma", "tcgen05")
 
 
 class Part(NamedTuple):
@@ -352,12 +354,11 @@ class Matmul:
         (rows, inner), (_, columns) = block_a, block_b
         left = Operand(a.dtype, block_a, scale_a.dtype)
         right = Operand(b.dtype, block_b, scale_b.dtype)
-        mx = native_mode(left, right) == "mx" and profile.arch in _MX
-        exact = profile.vendor == "amd" or profile.arch in _EXACT
-        promote = inner == FULL and not (fast_accum or exact)
+        mx = native_mode(left, right) == "mx" and profile.matrix in _SCALED
+        promote = inner == FULL and profile.matrix in _INEXACT and not fast_accum
         in_registers = promote or (inner != FULL and not mx)
         tile = tiling(profile, 128 if inner == FULL or mx else inner, in_registers)
-        self.tma = profile.arch in _TMA and a.described and b.described
+        self.tma = profile.matrix in _SHARED and a.described and b.described
         self.tiles = [tile.bm, tile.bk], [tile.bn, tile.bk]
         down = triton.cdiv(m, tile.bm)
         # Of groups of rows there may be fewer tiles; that is known on the device alone.
