@@ -690,16 +690,20 @@ def test_ops(index: int) -> None:
 
 
 def test_what_the_references_refuse_fake_tensors_refuse() -> None:
-    """All but the values in offs and the shapes of scales; texts are in docs/refusals.md."""
+    """All but the values in offs; texts are in docs/refusals.md."""
     rows, columns = rows_args(ROWWISE), columns_args(ROWWISE)
     wrong = [
         *((ops.grouped_mm, rows, at, bad) for at, bad in (
-            (0, rows[0][0]), (0, rows[0][:, 1:]), (1, rows[1][0]), (4, rows[4].long()),
-            (4, rows[4][1:]), (7, torch.float64), (9, "fastest"),
+            (0, rows[0][0]), (0, rows[0][:, 1:]), (1, rows[1][0]), (2, rows[2].half()),
+            (2, rows[2][1:]), (2, rows[2].t()), (3, rows[3].double()), (3, rows[3][0]),
+            (3, rows[3][:1]), (4, rows[4].long()), (4, rows[4][1:]), (5, (FULL,)), (5, (1, 8)),
+            (6, (1, FULL)), (6, (1, FULL, 0)), (7, torch.float64), (9, "fastest"),
         )),
         *((ops.grouped_wgrad, columns, at, bad) for at, bad in (
-            (0, columns[0][0]), (0, columns[0][:, 1:]), (4, columns[4].long()),
-            (4, columns[4][None]), (4, columns[4][:0]), (7, torch.int8), (9, "torch_grouped"),
+            (0, columns[0][0]), (0, columns[0][:, 1:]), (2, columns[2].half()),
+            (2, columns[2][:, 1:]), (2, columns[2].t()), (3, columns[3].double()),
+            (3, columns[3][0]), (4, columns[4].long()), (4, columns[4][None]), (4, columns[4][:0]),
+            (5, (FULL,)), (5, (1, 8)), (6, (0, FULL)), (7, torch.int8), (9, "torch_grouped"),
         )),
     ]  # fmt: skip
     for op, args, at, bad in wrong:

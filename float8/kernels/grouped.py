@@ -23,14 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..devices import DeviceProfile, device_profile
-from ..formats import format_of
-from ..scaling import FULL, Block, block_name, num_blocks
+from ..formats import E8M0, format_of
+from ..scaling import FULL, Block, block_name, check_block, num_blocks
 from . import matmul
 from .matmul import Operand, native_mode
 from .quantize import HIGH_PRECISION, check_devices, check_scale, dequantize, names
@@ -45,6 +46,22 @@ _LIB.define(
     "int[] block_a, int[] block_b, ScalarType out_dtype, bool fast_accum, str impl) -> Tensor"
 )
 _LIB.define("grouped_mm_hp(Tensor a, Tensor b, Tensor offs) -> Tensor")
+
+
+class Product(NamedTuple):
+    """The arguments of ``grouped_mm`` and of ``grouped_wgrad``, in their order."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    offs: Tensor
+    block_a: Block
+    block_b: Block
+    out_dtype: torch.dtype
+    fast_accum: bool
+    impl: str
+
 
 Refusal = Callable[[DeviceProfile, Operand, Operand], str | None]
 
@@ -169,25 +186,22 @@ def grouped_mm(
             operands. Only the reference looks into offs; if these fall, or pass T, what the kernels
             write is undefined, and they write nowhere else.
     """
-    _check_groups(a, b, offs)
-    check_devices(a, b, scale_a, scale_b, offs)
-    _check_out(out_dtype, impl, IMPLEMENTATIONS)
+    blocks = tuple(block_a), tuple(block_b)
+    x = Product(a, b, scale_a, scale_b, offs, *blocks, out_dtype, fast_accum, impl)
+    _check_rows(x)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
-    blocks = tuple(block_a), tuple(block_b)
     if impl == "torch":
-        return _grouped_mm_reference(a, b, scale_a, scale_b, offs, *blocks, out_dtype)
-    _check_takes(impl, IMPLEMENTATIONS, a, b, scale_a, scale_b, *blocks)
-    check_scale(scale_a, a, blocks[0])
-    check_scale(scale_b, b, blocks[1])
+        return _grouped_mm_reference(x)
+    _check_takes(x, x.block_b, IMPLEMENTATIONS)
     if impl == "torch_grouped":
         per_row, per_column = scale_a.reshape(-1), scale_b.reshape(b.shape[0], -1)
         out = torch._scaled_grouped_mm(
             a, b, per_row, per_column, offs, out_dtype=out_dtype, use_fast_accum=fast_accum
         )
         return zero_tail(out, offs)
-    lead, inner, columns = blocks[1]
-    turned = blocks[0], (lead, columns, inner)
+    lead, inner, columns = x.block_b
+    turned = x.block_a, (lead, columns, inner)
     args = (a, b.mT, scale_a, scale_b.mT, offs, *turned, out_dtype, fast_accum)
     if impl == "triton":
         from . import grouped_triton
@@ -198,39 +212,23 @@ def grouped_mm(
     return grouped_hopper.multiply_rows(*args)
 
 
-def _grouped_mm_reference(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    out_TN = a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
-    a_TK = dequantize(a, scale_a, block_a, torch.float32)
+def _grouped_mm_reference(x: Product) -> Tensor:
+    out_TN = x.a.new_zeros((x.a.shape[0], x.b.shape[2]), dtype=x.out_dtype)
+    a_TK = dequantize(x.a, x.scale_a, x.block_a, torch.float32)
     # Autocast would round the operands to its dtype first.
-    with torch.autocast(a.device.type, enabled=False):
-        for g, (start, end) in enumerate(_spans(offs, a.shape[0])):
-            b_KN = dequantize(b[g], scale_b[g], block_b[1:], torch.float32)
-            out_TN[start:end] = torch.mm(a_TK[start:end], b_KN).to(out_dtype)
+    with torch.autocast(x.a.device.type, enabled=False):
+        for g, (start, end) in enumerate(_spans(x.offs, x.a.shape[0])):
+            b_KN = dequantize(x.b[g], x.scale_b[g], x.block_b[1:], torch.float32)
+            out_TN[start:end] = torch.mm(a_TK[start:end], b_KN).to(x.out_dtype)
     return out_TN
 
 
-def _check_takes(
-    impl: str,
-    table: dict[str, Refusal],
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: Block,
-    block_b: Block,
-) -> None:
-    """Raise ValueError unless the implementation takes such operands on their device."""
-    left, right = Operand(a.dtype, block_a, scale_a.dtype), Operand(b.dtype, block_b, scale_b.dtype)
-    select(a.device, left, right, impl, table)
+def _check_takes(x: Product, block_b: Block, table: dict[str, Refusal]) -> None:
+    """Raise ValueError unless the implementation takes such operands on their device, b in blocks
+    of (…, contraction, columns)."""
+    left = Operand(x.a.dtype, x.block_a, x.scale_a.dtype)
+    right = Operand(x.b.dtype, block_b, x.scale_b.dtype)
+    select(x.a.device, left, right, x.impl, table)
 
 
 def stacked(x_GRK: Tensor) -> tuple[Tensor, int]:
@@ -267,6 +265,15 @@ def _spans(offs: Tensor, length: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *ends]))
 
 
+def _check_rows(x: Product) -> None:
+    _check_groups(x.a, x.b, x.offs)
+    check_devices(x.a, x.b, x.scale_a, x.scale_b, x.offs)
+    _check_out(x.out_dtype, x.impl, IMPLEMENTATIONS)
+    for data, scale, block in ((x.a, x.scale_a, x.block_a), (x.b, x.scale_b, x.block_b)):
+        check_block(data.shape, block)
+        check_scale(scale, data, block)
+
+
 def _check_groups(a: Tensor, b: Tensor, offs: Tensor) -> None:
     if a.ndim != 2 or b.ndim != 3 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -292,22 +299,10 @@ def _check_out(out_dtype: torch.dtype, impl: str, table: dict[str, Refusal]) -> 
     _check_impl(impl, table)
 
 
-def _fake_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    impl: str,
-) -> Tensor:
-    _check_groups(a, b, offs)
-    check_devices(a, b, scale_a, scale_b, offs)
-    _check_out(out_dtype, impl, IMPLEMENTATIONS)
-    return a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
+def _fake_grouped_mm(*arguments: Any) -> Tensor:
+    x = Product(*arguments)
+    _check_rows(x)
+    return x.a.new_empty((x.a.shape[0], x.b.shape[2]), dtype=x.out_dtype)
 
 
 # ------------------------------------------------------------------------------------- K-grouped
@@ -344,44 +339,31 @@ def grouped_wgrad(
             operands. Only the reference looks into offs_t; for the kernels it is as with
             ``grouped_mm``.
     """
-    _check_columns(a, b, scale_a, scale_b, offs_t)
-    _check_out(out_dtype, impl, WGRAD_IMPLEMENTATIONS)
-    for x, scale, block in ((a, scale_a, block_a), (b, scale_b, block_b)):
-        _check_columns_scale(x, scale, offs_t.shape[0], tuple(block))
-    if 0 in (*a.shape, *b.shape):
-        return a.new_zeros((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
     blocks = tuple(block_a), tuple(block_b)
+    x = Product(a, b, scale_a, scale_b, offs_t, *blocks, out_dtype, fast_accum, impl)
+    _check_columns(x)
+    if 0 in (*a.shape, *b.shape):
+        return a.new_zeros(_shape_columns(x), dtype=out_dtype)
     if impl == "torch":
-        return _grouped_wgrad_reference(a, b, scale_a, scale_b, offs_t, *blocks, out_dtype)
-    of_b = blocks[1][::-1]
-    _check_takes(impl, WGRAD_IMPLEMENTATIONS, a, b, scale_a, scale_b, blocks[0], of_b)
-    args = (a, b, scale_a, scale_b, offs_t, *blocks, out_dtype, fast_accum)
+        return _grouped_wgrad_reference(x)
+    _check_takes(x, x.block_b[::-1], WGRAD_IMPLEMENTATIONS)
     if impl == "triton":
         from . import grouped_triton
 
-        return grouped_triton.multiply_columns(*args)
+        return grouped_triton.multiply_columns(*x[:-1])
     from . import grouped_hopper
 
-    return grouped_hopper.multiply_columns(*args)
+    return grouped_hopper.multiply_columns(*x[:-1])
 
 
-def _grouped_wgrad_reference(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs_t: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    out_GNK = a.new_zeros((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
-    with torch.autocast(a.device.type, enabled=False):
-        for g, span in enumerate(_spans(offs_t, a.shape[1])):
+def _grouped_wgrad_reference(x: Product) -> Tensor:
+    out_GNK = x.a.new_zeros(_shape_columns(x), dtype=x.out_dtype)
+    with torch.autocast(x.a.device.type, enabled=False):
+        for g, span in enumerate(_spans(x.offs, x.a.shape[1])):
             if span[0] < span[1]:
-                a_NP = _dequantize_columns(a, scale_a, block_a, g, *span)
-                b_KP = _dequantize_columns(b, scale_b, block_b, g, *span)
-                out_GNK[g] = torch.mm(a_NP, b_KP.t().contiguous()).to(out_dtype)
+                a_NP = _dequantize_columns(x.a, x.scale_a, x.block_a, g, *span)
+                b_KP = _dequantize_columns(x.b, x.scale_b, x.block_b, g, *span)
+                out_GNK[g] = torch.mm(a_NP, b_KP.t().contiguous()).to(x.out_dtype)
     return out_GNK
 
 
@@ -394,42 +376,40 @@ def _dequantize_columns(
     return dequantize(data[:, start:end], of_group, block, torch.float32)
 
 
-def _check_columns(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs_t: Tensor) -> None:
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+def _shape_columns(x: Product) -> tuple[int, int, int]:
+    return x.offs.shape[0], x.a.shape[0], x.b.shape[0]
+
+
+def _check_columns(x: Product) -> None:
+    if x.a.ndim != 2 or x.b.ndim != 2 or x.a.shape[1] != x.b.shape[1]:
         raise ValueError(
-            f"shapes {tuple(a.shape)} and {tuple(b.shape)} are no column layouts of the same "
+            f"shapes {tuple(x.a.shape)} and {tuple(x.b.shape)} are no column layouts of the same "
             "groups; needed (N, columns) and (K, columns)"
         )
-    check_offs(offs_t)
-    check_devices(a, b, scale_a, scale_b, offs_t)
+    check_offs(x.offs)
+    check_devices(x.a, x.b, x.scale_a, x.scale_b, x.offs)
+    _check_out(x.out_dtype, x.impl, WGRAD_IMPLEMENTATIONS)
+    for data, scale, block in ((x.a, x.scale_a, x.block_a), (x.b, x.scale_b, x.block_b)):
+        check_block(data.shape, block)
+        _check_columns_scale(data, scale, x.offs.shape[0], block)
 
 
 def _check_columns_scale(x: Tensor, scale: Tensor, groups: int, block: Block) -> None:
     lines = num_blocks(x.shape[0], block[0])
     whole = block[1] == FULL
     needed = (groups, lines) if whole else (lines, num_blocks(x.shape[1], block[1]))
-    if tuple(scale.shape) != needed:
+    if scale.dtype not in (torch.float32, E8M0.dtype) or tuple(scale.shape) != needed:
         raise ValueError(
-            f"a scale has shape {tuple(scale.shape)}; columns of shape {tuple(x.shape)} of "
-            f"{groups} groups in blocks {block_name(block)} need {needed}"
+            f"a scale is {scale.dtype} of shape {tuple(scale.shape)}; columns of shape "
+            f"{tuple(x.shape)} of {groups} groups in blocks {block_name(block)} need torch.float32 "
+            f"or {E8M0.dtype} of shape {needed}"
         )
 
 
-def _fake_grouped_wgrad(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs_t: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    impl: str,
-) -> Tensor:
-    _check_columns(a, b, scale_a, scale_b, offs_t)
-    _check_out(out_dtype, impl, WGRAD_IMPLEMENTATIONS)
-    return a.new_empty((offs_t.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
+def _fake_grouped_wgrad(*arguments: Any) -> Tensor:
+    x = Product(*arguments)
+    _check_columns(x)
+    return x.a.new_empty(_shape_columns(x), dtype=x.out_dtype)
 
 
 # -------------------------------------------------------------------------------- high precision
