@@ -7,9 +7,7 @@ Shape letters: T tokens, sorted by expert; E experts; D model width, F hidden wi
 where each expert's rows end; gx, gy, gh are the gradients of x, of y and of h = silu(..) * (..).
 Every GEMM follows the recipe's rule of its kind, as in ``float8.grouped_mm``.
 
-The casts of h and of the gradients of gate and up are fused with what makes them where only their
-row layout is needed. The column layout that wgrad multiplies starts every expert at a multiple of
-128 tokens, which no fused op knows, so there ``quantize_grouped`` makes both layouts in one pass.
+The casts of h and of the gradients of gate and up are fused with what makes them.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from .grouped import (
     stack_layouts,
 )
 from .kernels import fused as _fused  # noqa: F401 (registers)
+from .kernels import fused_grouped as _fused_grouped  # noqa: F401
 from .kernels.quantize import CastPlan
 from .linear import Cached, Parts, kept_whole, refuse_second_derivative
 from .mlp import settings, silu_times, silu_times_backward
@@ -148,7 +147,10 @@ def _cast_hidden(
     if cast_t is None:
         *h, _, _ = torch.ops.float8.swiglu_quantize(gate, up, *settings(cast), *settings(None))
         return (h[0], h[1]), (None, None, None)
-    return cast_groups(silu_times(gate, up), offs, cast, cast_t)
+    data, scale, *columns = torch.ops.float8.swiglu_quantize_grouped(
+        gate, up, offs, *settings(cast), *settings(cast_t)
+    )
+    return (data, scale), tuple(columns)
 
 
 def _cast_gradients(
@@ -160,15 +162,23 @@ def _cast_gradients(
 ) -> list[tuple[Parts, Columns]]:
     """``cast_groups`` of the gradient of each product, given that of h."""
     gate, up = halves(products)
-    if cast_t is None and len(products) == 2:
+    joint = len(products) == 1
+    if cast_t is None and joint:
+        return [cast_groups(torch.cat(silu_times_backward(gh, gate, up), -1), offs, cast, None)]
+    if cast_t is None:
         data, scale, _, _ = torch.ops.float8.swiglu_backward_quantize(
             gh, gate, up, *settings(cast), *settings(None)
         )
         return [((data[i], scale[i]), (None, None, None)) for i in (0, 1)]
-    gradients: Sequence[Tensor] = silu_times_backward(gh, gate, up)
-    if len(products) == 1:
-        gradients = [torch.cat([*gradients], -1)]
-    return [cast_groups(g, offs, cast, cast_t) for g in gradients]
+    data, scale, data_t, scale_t, offs_t = torch.ops.float8.swiglu_backward_quantize_grouped(
+        gh, gate, up, offs, joint, *settings(cast), *settings(cast_t)
+    )
+    if joint:
+        return [((data, scale), (data_t, scale_t, offs_t))]
+    return [
+        (_NOTHING if cast is None else (data[i], scale[i]), (data_t[i], scale_t[i], offs_t))
+        for i in (0, 1)
+    ]
 
 
 def swiglu_experts(

@@ -8,6 +8,7 @@ They carry no gradient and know no tensor class; ``float8.quantize``, ``Float8Tr
 import torch
 
 from .kernels import fused as _fused  # noqa: F401 (registers)
+from .kernels import fused_grouped as _fused_grouped  # noqa: F401
 from .kernels import grouped as _grouped  # noqa: F401
 from .kernels import matmul as _matmul  # noqa: F401
 from .kernels import permute as _permute  # noqa: F401
@@ -27,6 +28,8 @@ grouped_mm_hp = torch.ops.float8.grouped_mm_hp
 rms_norm_quantize = torch.ops.float8.rms_norm_quantize
 swiglu_quantize = torch.ops.float8.swiglu_quantize
 swiglu_backward_quantize = torch.ops.float8.swiglu_backward_quantize
+swiglu_quantize_grouped = torch.ops.float8.swiglu_quantize_grouped
+swiglu_backward_quantize_grouped = torch.ops.float8.swiglu_backward_quantize_grouped
 route = torch.ops.float8.route
 permute = torch.ops.float8.permute
 permute_quantize = torch.ops.float8.permute_quantize

@@ -3,6 +3,7 @@
     python tests/cross_compile.py sm_90 gfx942
     python tests/cross_compile.py --grouped sm_90 gfx942     # the casts of token groups
     python tests/cross_compile.py --fused sm_90 gfx942       # those fused with their producers
+    python tests/cross_compile.py --fused-grouped sm_90      # those of groups, fused
 
 Run as a program of its own: in a process with Triton's interpreter the kernels are not compilable.
 """
@@ -154,11 +155,31 @@ def fused(source: str) -> Callable[[CastPlan | None, CastPlan | None], None]:
     return run
 
 
+def fused_grouped(source: str, joint: bool) -> Callable[[CastPlan | None, CastPlan | None], None]:
+    """Of halves of one product; squares, and blocks alone, are much the same code."""
+
+    def run(row: CastPlan | None, col: CastPlan | None) -> None:
+        if col is None or col.block[0] == 128 or (row is None and col.block[1] != FULL):
+            return
+        both = torch.empty(1001, 4096, dtype=torch.bfloat16, device="meta")
+        gate, up = both.chunk(2, 1)
+        offs = torch.empty(64, dtype=torch.int32, device="meta")
+        inputs = gate, up, None if source == "swiglu" else torch.empty_like(gate)
+        quantize_grouped_triton.group_layouts(source, inputs, offs, joint, row, col)
+
+    return run
+
+
 # What an option compiles: names and functions of two casts.
 RUNS: dict[str, dict[str, Callable[[CastPlan | None, CastPlan | None], None]]] = {
     "": {"quantize": quantize},
     "--grouped": {"quantize_grouped": quantize_grouped},
     "--fused": {source: fused(source) for source in ("rms", "swiglu", "swiglu_backward")},
+    "--fused-grouped": {
+        "swiglu": fused_grouped("swiglu", False),
+        "joint": fused_grouped("swiglu_backward", True),
+        "apart": fused_grouped("swiglu_backward", False),
+    },
 }
 
 

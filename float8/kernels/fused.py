@@ -117,9 +117,8 @@ def swiglu_quantize(
         ValueError: an argument is none of these, or both layouts are left out.
     """
     casts = _casts(gate, block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
-    _check_same(gate=gate, up=up)
-    h = F.silu(gate.to(torch.float32)) * up.to(torch.float32)
-    return _both(h.to(gate.dtype), casts)
+    check_same(gate=gate, up=up)
+    return _both(swiglu(gate, up), casts)
 
 
 def swiglu_backward_quantize(
@@ -149,11 +148,20 @@ def swiglu_backward_quantize(
         ValueError: an argument is none of these, or both layouts are left out.
     """
     casts = _casts(gate, block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
-    _check_same(grad=grad, gate=gate, up=up)
+    check_same(grad=grad, gate=gate, up=up)
+    return _both(torch.stack(swiglu_backward(grad, gate, up)), casts)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The result in gate's dtype."""
+    return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and of up in their dtype."""
     g, a, u = (t.to(torch.float32) for t in (grad, gate, up))
     s = torch.sigmoid(a)
-    gradients = torch.stack([g * u * s * (1 + a * (1 - s)), g * a * s])
-    return _both(gradients.to(gate.dtype), casts)
+    return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(gate.dtype)
 
 
 def _both(y: Tensor, casts: Casts) -> Layouts:
@@ -220,7 +228,8 @@ def _check_weight(x: Tensor, weight: Tensor | None) -> None:
     check_devices(x, weight)
 
 
-def _check_same(**inputs: Tensor) -> None:
+def check_same(**inputs: Tensor) -> None:
+    """Raise ValueError unless all are of one shape, dtype and device."""
     first = next(iter(inputs.values()))
     if any(t.shape != first.shape or t.dtype != first.dtype for t in inputs.values()):
         came = ", ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in inputs.items())
@@ -242,7 +251,7 @@ def _rms_norm_quantize_gpu(
 
 def _swiglu_quantize_gpu(gate: Tensor, up: Tensor, *arguments: Any) -> Layouts:
     casts = _casts(gate, *arguments)
-    _check_same(gate=gate, up=up)
+    check_same(gate=gate, up=up)
     if _refused(gate, casts):
         return swiglu_quantize(gate, up, *arguments)
     return _launch("swiglu", (gate, up, None), casts)[1]
@@ -252,7 +261,7 @@ def _swiglu_backward_quantize_gpu(
     grad: Tensor, gate: Tensor, up: Tensor, *arguments: Any
 ) -> Layouts:
     casts = _casts(gate, *arguments)
-    _check_same(grad=grad, gate=gate, up=up)
+    check_same(grad=grad, gate=gate, up=up)
     if _refused(gate, casts):
         return swiglu_backward_quantize(grad, gate, up, *arguments)
     return _launch("swiglu_backward", (gate, up, grad), casts)[1]
@@ -285,7 +294,7 @@ def _fake_rms_norm_quantize(
 
 def _fake_swiglu_quantize(gate: Tensor, up: Tensor, *arguments: Any) -> Layouts:
     casts = _casts(gate, *arguments)
-    _check_same(gate=gate, up=up)
+    check_same(gate=gate, up=up)
     return _both(gate, casts)
 
 
@@ -293,7 +302,7 @@ def _fake_swiglu_backward_quantize(
     grad: Tensor, gate: Tensor, up: Tensor, *arguments: Any
 ) -> Layouts:
     casts = _casts(gate, *arguments)
-    _check_same(grad=grad, gate=gate, up=up)
+    check_same(grad=grad, gate=gate, up=up)
     return _both(gate.expand(2, *gate.shape), casts)
 
 

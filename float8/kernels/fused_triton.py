@@ -94,7 +94,7 @@ def _rounded(v, DTYPE: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _widened(v, T: tl.constexpr):
+def widened(v, T: tl.constexpr):
     """v as float32."""
     if T.PTX != "" and v.dtype == tl.bfloat16:
         w = tl.inline_asm_elementwise(
@@ -106,18 +106,18 @@ def _widened(v, T: tl.constexpr):
 
 
 @triton.jit
-def _swiglu(gate, up, DTYPE: tl.constexpr, T: tl.constexpr):
+def swiglu(gate, up, DTYPE: tl.constexpr, T: tl.constexpr):
     return _rounded(gate * _sigmoid(gate, T) * up, DTYPE, T)
 
 
 @triton.jit
-def _gate_gradient(grad, gate, up, DTYPE: tl.constexpr, T: tl.constexpr):
+def gate_gradient(grad, gate, up, DTYPE: tl.constexpr, T: tl.constexpr):
     s = _sigmoid(gate, T)
     return _rounded(grad * up * s * (1.0 + gate * (1.0 - s)), DTYPE, T)
 
 
 @triton.jit
-def _up_gradient(grad, gate, DTYPE: tl.constexpr, T: tl.constexpr):
+def up_gradient(grad, gate, DTYPE: tl.constexpr, T: tl.constexpr):
     return _rounded(grad * gate * _sigmoid(gate, T), DTYPE, T)
 
 
@@ -173,7 +173,7 @@ def row_kernel(
     second = highest
     for r in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
         at = tl.cast(r, tl.int64)
-        v = _widened(tl.load(x + at * stride_xm, mask=inside, other=0.0), T)
+        v = widened(tl.load(x + at * stride_xm, mask=inside, other=0.0), T)
         if SOURCE == "rms":
             if WHOLE:
                 mean = tl.math.div_rn(tl.sum(v * v, 0), tl.cast(K, tl.float32))
@@ -186,16 +186,16 @@ def row_kernel(
                 v *= weight
             v = _rounded(v, DTYPE, T)
         else:
-            u = _widened(tl.load(y + at * stride_ym, mask=inside, other=0.0), T)
+            u = widened(tl.load(y + at * stride_ym, mask=inside, other=0.0), T)
             if SOURCE == "swiglu":
-                v = _swiglu(v, u, DTYPE, T)
+                v = swiglu(v, u, DTYPE, T)
             else:
-                g = _widened(tl.load(z + at * stride_zm, mask=inside, other=0.0), T)
+                g = widened(tl.load(z + at * stride_zm, mask=inside, other=0.0), T)
                 second = _cast_row(
-                    _up_gradient(g, v, DTYPE, T), second,
+                    up_gradient(g, v, DTYPE, T), second,
                     row, row_scale, row_amax, M + at, c, K, inside, ROW, T,
                 )  # fmt: skip
-                v = _gate_gradient(g, v, u, DTYPE, T)
+                v = gate_gradient(g, v, u, DTYPE, T)
         highest = _cast_row(v, highest, row, row_scale, row_amax, at, c, K, inside, ROW, T)
     _store_amax(amax, highest, 0, c, K, inside, PER)
     if SOURCE == "swiglu_backward":
@@ -223,7 +223,7 @@ def _load(pointer, inside, EVICT: tl.constexpr):
 
 
 @triton.jit
-def _four(pointer, step, m0, m1, m2, m3):
+def four_rows(pointer, step, m0, m1, m2, m3):
     """Rows that follow each other, as they lie in memory."""
     return (
         _load(pointer, m0, "evict_first"),
@@ -234,20 +234,20 @@ def _four(pointer, step, m0, m1, m2, m3):
 
 
 @triton.jit
-def _produce(x, y, z, e, weight, SOURCE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr):
+def produce(x, y, z, e, weight, SOURCE: tl.constexpr, DTYPE: tl.constexpr, T: tl.constexpr):
     """Rows of result e, of those of the inputs; of "rms" z is one number per row."""
-    v = _widened(x, T)
+    v = widened(x, T)
     if SOURCE == "rms":
         v *= z[:, None]
         if weight is not None:
             v *= weight[None, :]
         v = _rounded(v, DTYPE, T)
     elif SOURCE == "swiglu":
-        v = _swiglu(v, _widened(y, T), DTYPE, T)
+        v = swiglu(v, widened(y, T), DTYPE, T)
     elif e == 0:
-        v = _gate_gradient(_widened(z, T), v, _widened(y, T), DTYPE, T)
+        v = gate_gradient(widened(z, T), v, widened(y, T), DTYPE, T)
     else:
-        v = _up_gradient(_widened(z, T), v, DTYPE, T)
+        v = up_gradient(widened(z, T), v, DTYPE, T)
     return v
 
 
@@ -281,7 +281,7 @@ def tile_kernel(
     # All loads before all else: they are under way together. In 16 bits what they bring takes no
     # more registers than the results do.
     x, next_x = _corner(x, stride_xm, stride_xk, pm, pn, BM, BN, NEAR)
-    x0, x1, x2, x3 = _four(x, next_x, m0, m1, m2, m3)
+    x0, x1, x2, x3 = four_rows(x, next_x, m0, m1, m2, m3)
     y0, y1, y2, y3, z0, z1, z2, z3 = x0, x1, x2, x3, x0, x1, x2, x3
     if SOURCE == "rms":
         z0 = _load(z + r, None if EVEN else r < M, "")
@@ -294,14 +294,14 @@ def tile_kernel(
     else:
         y, next_y = _corner(y, stride_ym, stride_yk, pm, pn, BM, BN, NEAR)
         if SOURCE == "swiglu" or e == 0:
-            y0, y1, y2, y3 = _four(y, next_y, m0, m1, m2, m3)
+            y0, y1, y2, y3 = four_rows(y, next_y, m0, m1, m2, m3)
     if SOURCE == "swiglu_backward":
         z, next_z = _corner(z, stride_zm, stride_zk, pm, pn, BM, BN, NEAR)
-        z0, z1, z2, z3 = _four(z, next_z, m0, m1, m2, m3)
-    v0 = _produce(x0, y0, z0, e, weight, SOURCE, DTYPE, T)
-    v1 = _produce(x1, y1, z1, e, weight, SOURCE, DTYPE, T)
-    v2 = _produce(x2, y2, z2, e, weight, SOURCE, DTYPE, T)
-    v3 = _produce(x3, y3, z3, e, weight, SOURCE, DTYPE, T)
+        z0, z1, z2, z3 = four_rows(z, next_z, m0, m1, m2, m3)
+    v0 = produce(x0, y0, z0, e, weight, SOURCE, DTYPE, T)
+    v1 = produce(x1, y1, z1, e, weight, SOURCE, DTYPE, T)
+    v2 = produce(x2, y2, z2, e, weight, SOURCE, DTYPE, T)
+    v3 = produce(x3, y3, z3, e, weight, SOURCE, DTYPE, T)
     store_tile(
         v0, v1, v2, v3, r, c, pm, pn, e.to(tl.int64),
         row, row_scale, row_amax, col, col_scale, col_amax, M, K,

@@ -100,7 +100,7 @@ def quantize_grouped(
         else:
             scale_t = scale_layout(join([scale for _, scale in parts], 1), col.block)
     return (
-        *(_no_rows(x) if row is None else quantize(x, *row)),
+        *(no_rows(x) if row is None else quantize(x, *row)),
         data_t,
         scale_t,
         torch.tensor(list(accumulate(widths)), dtype=torch.int32, device=x.device),
@@ -164,19 +164,23 @@ def check_grouped(
     return CastPlan(tuple(block), dtype, scale_mode), col
 
 
-def empty_rows(x: Tensor, row: CastPlan) -> tuple[Tensor, Tensor]:
-    """What ``quantize(x, *row)`` returns, unwritten."""
-    shape = scale_shape(x.shape, row.block)
-    return x.new_empty(x.shape, dtype=row.dtype), _empty_scale(x, shape, row)
+def empty_rows(x: Tensor, shape: tuple[int, ...], row: CastPlan) -> tuple[Tensor, Tensor]:
+    """What ``quantize`` returns of a matrix of ``shape`` on x's device, or of each of a stack,
+    unwritten."""
+    blocks = scale_shape(shape, (*(1,) * (len(shape) - 2), *row.block))
+    return x.new_empty(shape, dtype=row.dtype), _empty_scale(x, blocks, row)
 
 
-def empty_columns(x: Tensor, groups: int, col: CastPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """data_t, scale_t and offs_t, unwritten."""
-    (tokens, features), (height, width) = x.shape, col.block
+def empty_columns(
+    x: Tensor, shape: tuple[int, ...], groups: int, col: CastPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """data_t, scale_t and offs_t of such, unwritten."""
+    (*lead, tokens, features), (height, width) = shape, col.block
     padded, lines = padded_tokens(tokens, groups), num_blocks(features, height)
-    shape = (groups, lines) if width == FULL else (lines, padded // width)
-    data = x.new_empty((features, padded), dtype=col.dtype)
-    return data, _empty_scale(x, shape, col), x.new_empty((groups,), dtype=torch.int32)
+    blocks = (groups, lines) if width == FULL else (lines, padded // width)
+    data = x.new_empty((*lead, features, padded), dtype=col.dtype)
+    offs_t = x.new_empty((groups,), dtype=torch.int32)
+    return data, _empty_scale(x, (*lead, *blocks), col), offs_t
 
 
 def _empty_scale(x: Tensor, shape: tuple[int, ...], layout: CastPlan) -> Tensor:
@@ -184,7 +188,8 @@ def _empty_scale(x: Tensor, shape: tuple[int, ...], layout: CastPlan) -> Tensor:
     return x.new_empty_strided(shape, strides, dtype=dtype)
 
 
-def _no_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def no_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """data and scale of a cast that is left out."""
     return x.new_empty(0), x.new_empty(0)
 
 
@@ -205,10 +210,9 @@ def _quantize_grouped_gpu(
     from .quantize_grouped_triton import quantize_groups
 
     alike = row is not None and triton_refusal(x, row) is None
-    with torch.cuda.device(x.device):  # Triton launches on the current device
-        rows, columns = quantize_groups(x, offs, row if alike else None, col)
+    rows, columns = quantize_groups(x, offs, row if alike else None, col)
     if rows is None:
-        rows = _no_rows(x) if row is None else torch.ops.float8.quantize(x, *row)
+        rows = no_rows(x) if row is None else torch.ops.float8.quantize(x, *row)
     return (*rows, *columns)
 
 
@@ -223,8 +227,8 @@ def _fake_quantize_grouped(
     scale_mode_t: str,
 ) -> Outputs:
     row, col = check_grouped(x, offs, block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
-    rows = _no_rows(x) if row is None else empty_rows(x, row)
-    return (*rows, *empty_columns(x, offs.shape[0], col))
+    rows = no_rows(x) if row is None else empty_rows(x, x.shape, row)
+    return (*rows, *empty_columns(x, x.shape, offs.shape[0], col))
 
 
 _LIB.impl("quantize_grouped", quantize_grouped, "CPU")

@@ -1,18 +1,25 @@
-"""Triton kernels of ``float8.kernels.quantize_grouped``: the same bytes and scales as its
-reference, for any offsets that it takes, which stay on the device.
+"""Triton kernels of ``float8.kernels.quantize_grouped`` and ``fused_grouped``: the bytes and scales
+of their references, for any offsets that these take, which stay on the device.
 
-Letters as there. The column layout is cut into tiles of GROUP_ALIGN columns; each is of one group
-or of none, and a program finds which by a scan of the groups' sizes. The rows of no group count as
-another group, G, in the row layout. Kinds of scales are those of ``cast_triton``.
+Letters as there; K features of x, or of each of the results. SOURCE, a constexpr, names what is
+cast: "plain", x itself, or "swiglu" or "swiglu_backward" of x, y and z, computed in registers, as
+``fused_triton`` has them. The backward's two results are JOINT, one matrix [T, 2 K], or stacked,
+[2, T, K]; either way each is a *half*.
+
+The column layout is cut into tiles of GROUP_ALIGN columns; each is of one group or of none, and a
+program finds which by a scan of the groups' sizes. The rows of no group count as another group, G,
+in the row layout. Kinds of scales are those of ``cast_triton``.
 
 Scales of a whole group take a pass of their own: programs walk equal shares of x's rows, and
 program p keeps what it saw of group g in row p + g of a table of partial maxima. Both only rise
-along x, so no two pairs meet in a row, and nothing is atomic.
+along x, so no two pairs meet in a row. The pass stores rowwise rows too, where it holds them whole,
+and measures them where it does not; only these maxima, and that of all rows, are atomic.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,6 +37,7 @@ from .cast_triton import (
     to_magnitude,
     to_scale,
 )
+from .fused_triton import four_rows, gate_gradient, produce, swiglu, up_gradient, widened
 from .launch import (
     MAX_ROW,
     Launch,
@@ -44,6 +52,7 @@ from .launch import (
 from .quantize import CastPlan
 from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
 
+Inputs = tuple[Tensor, Tensor | None, Tensor | None]  # x, y and z
 Parts = tuple[Tensor, Tensor]  # data and scale of the rows
 Columns = tuple[Tensor, Tensor, Tensor]  # data_t, scale_t, offs_t
 
@@ -70,20 +79,39 @@ def find_tile(offs, tile, G, T, GP: tl.constexpr, BM: tl.constexpr):
     return group, row, row_end(offs, group, G, T), ends
 
 
+@triton.jit
+def tile_pointers(
+    x, stride_t, stride_k, start, pn, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr
+):
+    """Pointers to every fourth of BM rows from ``start``, and how far the next row is."""
+    OFFSET: tl.constexpr = tl.int32 if NEAR else tl.int64
+    next_row, next_column = tl.cast(stride_t, OFFSET), tl.cast(stride_k, OFFSET)
+    i, j = tl.arange(0, BM // 4).to(OFFSET), tl.arange(0, BN).to(OFFSET)
+    corner = x + start.to(tl.int64) * stride_t + (pn * BN).to(tl.int64) * stride_k
+    return corner + (4 * i[:, None] * next_row + j[None, :] * next_column), next_row
+
+
 # T and what follows from it differ from step to step, and offs may be part of a table: no variant
 # of a kernel is made for multiples of 16.
-@triton.jit(do_not_specialize=["offs", "T", "row_scale_k", "col_scale_m", "col_scale_k"])
+@triton.jit(
+    do_not_specialize=["offs", "T", "row_scale_h", "row_scale_k", "col_scale_h", "col_scale_m",
+                       "col_scale_k"]
+)  # fmt: skip
 def group_tile_kernel(
-    x, offs, row, row_scale, col, col_scale, col_amax, offs_t, T, K, P, G, stride_t, stride_k,
-    row_scale_k, col_scale_m, col_scale_k,
-    ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROW_T: tl.constexpr, COL_T: tl.constexpr, EVEN: tl.constexpr, GP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr,
+    x, y, z, offs, row, row_scale, row_amax, col, col_scale, col_amax, offs_t, T, K, P, G,
+    stride_xt, stride_xk, stride_yt, stride_yk, stride_zt, stride_zk,
+    row_scale_h, row_scale_k, col_scale_h, col_scale_m, col_scale_k,
+    SOURCE: tl.constexpr, JOINT: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, ROW_T: tl.constexpr, COL_T: tl.constexpr,
+    EVEN: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """One tile: BM columns of the column layout by BN features, and its rows in row layout.
-    NEAR: a tile spans less than 2^31 elements of x."""
-    width = tl.cdiv(K, BN)
-    tile, pn = tl.program_id(0) // width, tl.program_id(0) % width
+    """One tile: BM columns of the column layout by BN features of one half, and its rows in row
+    layout. NEAR: a tile spans less than 2^31 elements of every input."""
+    # The halves' programs are neighbours: one reads what the other brings to the cache.
+    HALVES: tl.constexpr = 2 if SOURCE == "swiglu_backward" else 1
+    width = tl.cdiv(K, BN) * HALVES
+    tile, at = tl.program_id(0) // width, tl.program_id(0) % width
+    pn, half = at // HALVES, at % HALVES
     group, start, end, ends = find_tile(offs, tile, G, T, GP, BM)
     if tl.program_id(0) == 0:
         g = tl.arange(0, GP)
@@ -93,16 +121,44 @@ def group_tile_kernel(
     r, c = tile * BM + 4 * tl.arange(0, BM // 4), pn * BN + tl.arange(0, BN)
     # Rows are counted from the tile's first one, which has one number in both layouts.
     shift, stop = start.to(tl.int64) - tile * BM, tile * BM + end - start
-    OFFSET: tl.constexpr = tl.int32 if NEAR else tl.int64
-    next_row, next_column = tl.cast(stride_t, OFFSET), tl.cast(stride_k, OFFSET)
-    i, j = tl.arange(0, BM // 4).to(OFFSET), tl.arange(0, BN).to(OFFSET)
-    corner = x + start.to(tl.int64) * stride_t + (pn * BN).to(tl.int64) * stride_k
-    source = corner + (4 * i[:, None] * next_row + j[None, :] * next_column)
-    v0, v1, v2, v3 = load_four(source, next_row, r, c, stop, K, False)
+    source, next_row = tile_pointers(x, stride_xt, stride_xk, start, pn, BM, BN, NEAR)
+    if SOURCE == "plain":
+        v0, v1, v2, v3 = load_four(source, next_row, r, c, stop, K, False)
+    else:
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        rows, inside = r[:, None], (c < K)[None, :]
+        m0, m1 = (rows < stop) & inside, (rows + 1 < stop) & inside
+        m2, m3 = (rows + 2 < stop) & inside, (rows + 3 < stop) & inside
+        # All loads before all else, and kept in 16 bits, as in fused_triton.tile_kernel.
+        x0, x1, x2, x3 = four_rows(source, next_row, m0, m1, m2, m3)
+        y0, y1, y2, y3, z0, z1, z2, z3 = x0, x1, x2, x3, x0, x1, x2, x3
+        source, next_row = tile_pointers(y, stride_yt, stride_yk, start, pn, BM, BN, NEAR)
+        if SOURCE == "swiglu" or half == 0:
+            y0, y1, y2, y3 = four_rows(source, next_row, m0, m1, m2, m3)
+        if SOURCE == "swiglu_backward":
+            source, next_row = tile_pointers(z, stride_zt, stride_zk, start, pn, BM, BN, NEAR)
+            z0, z1, z2, z3 = four_rows(source, next_row, m0, m1, m2, m3)
+        v0 = produce(x0, y0, z0, half, None, SOURCE, DTYPE, COL_T)
+        v1 = produce(x1, y1, z1, half, None, SOURCE, DTYPE, COL_T)
+        v2 = produce(x2, y2, z2, half, None, SOURCE, DTYPE, COL_T)
+        v3 = produce(x3, y3, z3, half, None, SOURCE, DTYPE, COL_T)
+    far = half.to(tl.int64)
     if ROW != "none":
+        if JOINT:
+            # Columns from K on, so that those of either half end at 2 K.
+            line, columns, first = 2 * K, c + K, far * K
+        else:
+            line, columns, first = K, c, far * T * K
+        row_scale += half * row_scale_h
+        if ROW == "tensor":
+            row_amax += half * row_scale_h
+        else:
+            row_scale += shift
+        if ROW == "vector":
+            row_amax += half * row_scale_h + shift
         store_tile(
-            v0, v1, v2, v3, r, c, tile, pn, 0,
-            row + shift * K, row_scale + shift, None, None, None, None, stop, K,
+            v0, v1, v2, v3, r, columns, tile, pn, 0,
+            row + first + shift * line, row_scale, row_amax, None, None, None, stop, line,
             0, 1, row_scale_k, 0, 0, 0,
             ROW, "none", ROW_BLOCK, BM, ROW_T, None, False, False, BM, BN,
         )  # fmt: skip
@@ -110,13 +166,16 @@ def group_tile_kernel(
             zero = tl.zeros([BM // 4, BN], tl.float32)
             v0, v1, v2, v3 = zero, zero, zero, zero
     if ROW == "none" or tile * BM < P:
+        col_scale += half * col_scale_h
         if COL == "vector" or COL == "tensor":
-            at = tl.minimum(group, G - 1).to(tl.int64) * (K if COL == "vector" else 1)
-            col_scale += at
-            col_amax += at
+            at_group = tl.minimum(group, G - 1).to(tl.int64)
+            if COL == "vector":
+                at_group *= 2 * K if JOINT else K
+            col_scale += at_group
+            col_amax += at_group + half * col_scale_h
         store_tile(
             v0, v1, v2, v3, r, c, tile, pn, 0,
-            None, None, None, col, col_scale, col_amax, P, K,
+            None, None, None, col + far * K * P // 4, col_scale, col_amax, P, K,
             0, 0, 0, 0, col_scale_m, col_scale_k,
             "none", COL, BN, COL_BLOCK, None, COL_T, True, EVEN, BM, BN,
         )  # fmt: skip
@@ -124,16 +183,29 @@ def group_tile_kernel(
 
 @triton.jit(do_not_specialize=["offs", "T", "share"])
 def group_rows_kernel(
-    x, offs, row, row_scale, partial, T, K, G, stride_t, stride_k, share,
-    ROW_T: tl.constexpr, COL: tl.constexpr, COL_T: tl.constexpr, GP: tl.constexpr,
+    x, y, z, offs, row, row_scale, row_amax, partial, T, K, G, lines,
+    stride_xt, stride_xk, stride_yt, stride_yk, stride_zt, stride_zk, share,
+    SOURCE: tl.constexpr, JOINT: tl.constexpr, ROW: tl.constexpr, ROW_T: tl.constexpr,
+    COL: tl.constexpr, COL_T: tl.constexpr, REST: tl.constexpr, GP: tl.constexpr,
     KP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows p * share to (p + 1) * share, KP columns of them: what each group's column amaxes, or
-    its one amax, are among them, to partial [p + g]; with ROW_T, also the rows, rowwise."""
+    its one amax, are among them, to line p + g of partial, [lines, entries] for a matrix; REST: the
+    rows of no group are a group too.
+
+    ROW: "store" the rows, rowwise, or the "amax" of each to row_amax, which starts as zeros, or
+    "none".
+    """
     p, pn = tl.program_id(0), tl.program_id(1)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    EVICT: tl.constexpr = "evict_last" if SOURCE == "plain" else ""
     c = pn * KP + tl.arange(0, KP)
-    inside = c < K
-    source = x + c.to(tl.int64) * stride_k
+    inside, far = c < K, c.to(tl.int64)
+    x += far * stride_xk
+    if SOURCE != "plain":
+        y += far * stride_yk
+    if SOURCE == "swiglu_backward":
+        z += far * stride_zk
     at = p * share
     stop = tl.minimum(at + share, T)
     g = tl.arange(0, GP)
@@ -143,35 +215,65 @@ def group_rows_kernel(
     for group in range(first, last + 1):
         end = tl.minimum(row_end(offs, group, G, T), stop)
         columns = to_magnitude(tl.zeros([KP], tl.float32), COL_T)
+        seconds = columns  # of the other half
         for r in tl.range(at, end, num_stages=STAGES):
-            v = tl.load(
-                source + tl.cast(r, tl.int64) * stride_t,
-                mask=inside,
-                other=0.0,
-                eviction_policy="evict_last",
-            ).to(tl.float32)
+            i = tl.cast(r, tl.int64)
+            v = tl.load(x + i * stride_xt, mask=inside, other=0.0, eviction_policy=EVICT)
+            if SOURCE == "plain":
+                v = v.to(tl.float32)
+            else:
+                u = tl.load(y + i * stride_yt, mask=inside, other=0.0)
+                if SOURCE == "swiglu":
+                    v = swiglu(widened(v, COL_T), widened(u, COL_T), DTYPE, COL_T)
+                else:
+                    d = widened(tl.load(z + i * stride_zt, mask=inside, other=0.0), COL_T)
+                    v, u = widened(v, COL_T), widened(u, COL_T)
+                    second = to_magnitude(up_gradient(d, v, DTYPE, COL_T), COL_T)
+                    v = gate_gradient(d, v, u, DTYPE, COL_T)
+                    seconds = larger(seconds, second)
             magnitude = to_magnitude(v, COL_T)
             columns = larger(columns, magnitude)
-            if ROW_T is not None:
+            if ROW == "store":
                 scale, inverse, live = to_scale(amax_bits(magnitude, 0), ROW_T)
                 store_scale(row_scale + r, scale, None)
-                store_row(row + tl.cast(r, tl.int64) * K + c, v * inverse, live, inside, ROW_T)
-        if (at < end) & (group < G):
+                store_row(row + i * K + c, v * inverse, live, inside, ROW_T)
+            elif ROW == "amax":
+                if SOURCE == "swiglu_backward":
+                    if JOINT:
+                        magnitude = larger(magnitude, second)
+                    else:
+                        tl.atomic_max(row_amax + T + i, amax_bits(second, 0), sem="relaxed")
+                tl.atomic_max(row_amax + i, amax_bits(magnitude, 0), sem="relaxed")
+        if (at < end) & ((group < G) | REST):
             line = tl.cast(p + group, tl.int64)
             if COL == "vector":
-                tl.store(partial + line * K + c, columns.to(tl.int32, bitcast=True), mask=inside)
+                entries, other = K, tl.cast(lines, tl.int64) * K
+                if JOINT:
+                    entries, other = 2 * K, K
+                out = partial + line * entries + c
+                tl.store(out, columns.to(tl.int32, bitcast=True), mask=inside)
+                if SOURCE == "swiglu_backward":
+                    tl.store(out + other, seconds.to(tl.int32, bitcast=True), mask=inside)
             else:
-                tl.store(partial + line * tl.num_programs(1) + pn, amax_bits(columns, 0))
+                out = partial + line * tl.num_programs(1) + pn
+                if JOINT:
+                    columns = larger(columns, seconds)
+                elif SOURCE == "swiglu_backward":
+                    tl.store(out + lines * tl.num_programs(1), amax_bits(seconds, 0))
+                tl.store(out, amax_bits(columns, 0))
         at = tl.maximum(at, end)
 
 
 @triton.jit(do_not_specialize=["offs", "T", "share"])
 def group_amax_kernel(
-    partial, offs, amax, scale, T, W, G, share,
-    COL: tl.constexpr, COL_T: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    partial, offs, all_amax, amax, scale, T, W, G, lines, share,
+    COL: tl.constexpr, COL_T: tl.constexpr, REST: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """amax bits and scale of a group, from its rows of partial [p + g, W]: W of them, or one."""
-    group = tl.program_id(1)
+    """amax bits and scale of a group, from its rows of partial [p + g, W]: W of them, or one. REST:
+    the amax of all groups, and of the rows of none, which are group G, to all_amax, which starts as
+    zeros."""
+    group, matrix = tl.program_id(1), tl.program_id(2)
+    partial += tl.cast(matrix, tl.int64) * lines * W
     start, end = row_end(offs, group - 1, G, T), row_end(offs, group, G, T)
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = c < W
@@ -183,10 +285,13 @@ def group_amax_kernel(
         mask = (at < last)[:, None] & inside[None, :]
         seen = tl.maximum(seen, tl.load(partial + line + c[None, :], mask=mask, other=0))
     bits = tl.max(seen, 0)
+    if REST:
+        tl.atomic_max(all_amax + matrix, tl.max(bits, 0), sem="relaxed")
+    out = tl.cast(matrix * G + group, tl.int64)
     if COL == "vector":
-        out = tl.cast(group, tl.int64) * W + c
+        out, inside = out * W + c, inside & (group < G)
     else:
-        bits, out, inside = tl.max(bits, 0), group, None
+        bits, inside = tl.max(bits, 0), group < G
     tl.store(amax + out, bits, mask=inside)
     s, _, _ = to_scale(bits, COL_T)
     store_scale(scale + out, s, inside)
@@ -196,126 +301,245 @@ def quantize_groups(
     x: Tensor, offs: Tensor, row: CastPlan | None, col: CastPlan
 ) -> tuple[Parts | None, Columns]:
     """(data, scale) of x's rows and (data, scale, offs_t) of its groups' columns; x [T, K], any
-    strides, not empty. None for the rows unless they share a pass over x: where a program has
-    their blocks at hand."""
-    whole, aligned = col.block[1] == FULL, x.data_ptr() % 16 == 0
-    with_pass = row is not None and whole and kind(row) == "vector" and x.shape[1] <= MAX_ROW
-    with_tile = row is not None and kind(row) == "block"
+    strides, not empty. None for the rows unless they share a pass over x."""
+    if row is not None and not shares_a_pass(row, col):
+        row = None
+    return group_layouts("plain", (x, None, None), offs, False, row, col)
+
+
+def shares_a_pass(row: CastPlan, col: CastPlan) -> bool:
+    """Whether the kernels that write columns can write the rows too: a program has their blocks at
+    hand, or the groups are measured first, and the rows with them."""
+    return kind(row) == "block" or (kind(row) != "square" and col.block[1] == FULL)
+
+
+def crosses_halves(features: int, row: CastPlan | None, col: CastPlan) -> bool:
+    """Whether a tile of columns of a joint matrix [T, 2 features], which is of one half, may hold
+    part of a block."""
+    blocks = (row is not None and kind(row) == "block") or kind(col) == "square"
+    return blocks and features % _tile_width(row, col) != 0
+
+
+def group_layouts(
+    source: str,
+    inputs: Inputs,
+    offs: Tensor,
+    joint: bool,
+    row: CastPlan | None,
+    col: CastPlan,
+) -> tuple[Parts | None, Columns]:
+    """(data, scale) of the rows of what the source makes of the inputs, and (data, scale, offs_t)
+    of its groups' columns. Inputs are [T, K], any strides, not empty. The rows share a pass, and
+    no block crosses the halves of a joint matrix."""
+    x, strides = inputs[0], tuple(s for t in inputs for s in ((0, 0) if t is None else t.stride()))
+    (t, k), two = x.shape, source == "swiglu_backward"
     measure, tiles = _launches(
-        x.shape[1], len(offs), x.stride(), x.dtype, x.device, aligned,
-        row if with_pass else None, row if with_tile else None, col,
+        source, joint, k, len(offs), strides, x.dtype, x.device,
+        tuple(t is not None and t.data_ptr() % 16 == 0 for t in inputs), row, col,
     )  # fmt: skip
-    rows = empty_rows(x, row) if row is not None and (with_pass or with_tile) else None
-    columns, offs = empty_columns(x, len(offs), col), offs.contiguous()
-    amax = None if measure is None else measure(x, offs, rows, columns[1])
-    tiles(x, offs, rows, columns, amax)
+    shape = (t, 2 * k) if joint else (2, t, k) if two else (t, k)
+    rows = None if row is None else empty_rows(x, shape, row)
+    columns, offs = empty_columns(x, shape, len(offs), col), offs.contiguous()
+    row_amax, amax = (None, None) if measure is None else measure(inputs, offs, rows, columns[1])
+    tiles(inputs, offs, rows, row_amax, columns, amax)
     return rows, columns
 
 
 @functools.lru_cache(maxsize=1024)
 def _launches(
+    source: str,
+    joint: bool,
     features: int,
     groups: int,
-    strides: tuple[int, int],
+    strides: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    aligned: bool,
-    row_in_pass: CastPlan | None,
-    row_in_tile: CastPlan | None,
+    aligned: tuple[bool, ...],
+    row: CastPlan | None,
     col: CastPlan,
 ) -> tuple[_Measure | None, _Tiles]:
     """For any number of tokens. Alignment is not asked for, but Triton specialises on it."""
-    x = Matrices(1, 0, features, 0, *strides, device)
-    measure = _Measure(x, dtype, groups, row_in_pass, col) if col.block[1] == FULL else None
-    return measure, _Tiles(x, groups, row_in_tile, col)
+    job = _Job(source, joint, features, groups, strides, dtype, device, row, col)
+    measure = _Measure(job) if job.whole else None
+    stored = measure is not None and measure.row == "store"
+    return measure, _Tiles(job._replace(row=None) if stored else job)
+
+
+class _Job(NamedTuple):
+    """What launches depend on."""
+
+    source: str
+    joint: bool
+    k: int
+    groups: int
+    strides: tuple[int, ...]  # of rows and of columns, of each input
+    dtype: torch.dtype
+    device: torch.device
+    row: CastPlan | None
+    col: CastPlan
+
+    @property
+    def x(self) -> Matrices:
+        return Matrices(1, 0, self.k, 0, self.strides[0], self.strides[1], self.device)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the columns' scales are of whole groups."""
+        return self.col.block[1] == FULL
+
+    @property
+    def halves(self) -> int:
+        return 2 if self.source == "swiglu_backward" else 1
+
+    @property
+    def matrices(self) -> int:
+        return 1 if self.joint else self.halves
+
+    @property
+    def inputs(self) -> int:
+        return {"plain": 1, "swiglu": 2, "swiglu_backward": 3}[self.source]
 
 
 class _Measure:
-    """amax bits of the groups' columns [G, K], or of the groups [G, 1]; their scale is written, and
-    so are x's rows if there is a cast of them."""
+    """amax bits of the groups' columns, or of the groups; their scale is written, and so are the
+    rows, where they are rowwise and a program holds them. Else amax bits of the rows, or of all."""
 
-    def __init__(
-        self,
-        x: Matrices,
-        dtype: torch.dtype,
-        groups: int,
-        row: CastPlan | None,
-        col: CastPlan,
-    ) -> None:
+    def __init__(self, job: _Job) -> None:
+        x, row, col = job.x, job.row, job.col
         width, processors = max(128, triton.next_power_of_2(x.k)), multiprocessors(x)
-        if row is None:
-            width = min(2048, width)
-            warps, together = 4, 8
-            stages = row_stages(x.device, together * width * dtype.itemsize, 3)
+        self.row, self.rest = "none", row is not None and kind(row) == "tensor"
+        if row is not None and kind(row) == "vector":
+            # The registers hold no rows of two results beside the maxima of their columns.
+            self.row = "store" if x.k <= MAX_ROW and job.halves == 1 else "amax"
+        options = {}
+        if self.row == "store" and job.source == "plain":
+            options["num_warps"], together, stages = row_loop(x.device, width, job.dtype.itemsize)
         else:
-            warps, together, stages = row_loop(x.device, width, dtype.itemsize)
+            width = width if self.row == "store" else min(2048, width)
+            options["num_warps"] = min(16, max(4, width // 1024))
+            together = 8 if job.source == "plain" else 16 // options["num_warps"]
+            under_way = together * width * job.dtype.itemsize * job.inputs
+            stages = row_stages(x.device, under_way, 3 if job.source == "plain" else 4)
+            if job.source != "plain" and runs_ptx(x):
+                options["maxnreg"] = 128
         self.pieces = triton.cdiv(x.k, width)
         self.programs = triton.cdiv(together * processors, self.pieces)
+        self.matrices, self.lines = job.matrices, self.programs + job.groups
         self.rows = Launch(
-            group_rows_kernel, None, options={"num_warps": warps},
-            ROW_T=row and target(x, row), COL=kind(col), COL_T=target(x, col),
-            GP=triton.next_power_of_2(groups), KP=width, STAGES=stages,
+            group_rows_kernel, None, options=options,
+            SOURCE=job.source, JOINT=job.joint, ROW=self.row, ROW_T=row and target(x, row),
+            COL=kind(col), COL_T=target(x, col), REST=self.rest,
+            GP=triton.next_power_of_2(job.groups), KP=width, STAGES=stages,
         )  # fmt: skip
         vector = kind(col) == "vector"
-        self.amaxes = x.k if vector else 1
-        self.entries: int = x.k if vector else self.pieces  # of a program's partial maxima
+        of_line = x.k * job.halves // job.matrices
+        self.amaxes = of_line if vector else 1
+        self.entries = of_line if vector else self.pieces  # of a program's partial maxima
         # One step where groups are of equal sizes.
-        lines = min(256, triton.next_power_of_2(self.programs // groups + 1))
+        lines = min(256, triton.next_power_of_2(self.programs // job.groups + 1))
         self.step = min(256, 8192 // lines) if vector else triton.next_power_of_2(self.pieces)
         self.amax = Launch(
             group_amax_kernel, None, options={"num_warps": 4},
-            COL=kind(col), COL_T=target(x, col), BP=lines, BN=self.step,
+            COL=kind(col), COL_T=target(x, col), REST=self.rest, BP=lines, BN=self.step,
         )  # fmt: skip
+        self.strides = job.strides
 
-    def __call__(self, x: Tensor, offs: Tensor, rows: Parts | None, scale: Tensor) -> Tensor:
-        (t, k), g = x.shape, len(offs)
-        partial = x.new_empty((self.programs + g, self.entries), dtype=torch.int32)
-        amax = x.new_empty((g, self.amaxes), dtype=torch.int32)
-        data, row_scale = (None, None) if rows is None else (rows[0], as_bytes(rows[1]))
+    def __call__(
+        self, inputs: Inputs, offs: Tensor, rows: Parts | None, scale: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        x, g = inputs[0], len(offs)
+        t, k = x.shape
+        new = functools.partial(x.new_empty, dtype=torch.int32)
+        partial, amax = (
+            new((self.matrices, self.lines, self.entries)),
+            new((self.matrices, g, self.amaxes)),
+        )
+        data = row_scale = row_amax = None
+        if self.row == "store":
+            assert rows is not None
+            data, row_scale = rows[0], as_bytes(rows[1])
+        elif self.row == "amax" or self.rest:
+            row_amax = x.new_zeros((self.matrices, 1 if self.rest else t), dtype=torch.int32)
         share = triton.cdiv(t, self.programs)
         self.rows(
-            x, offs, data, row_scale, partial, t, k, g, *x.stride(), share,
-            grid=(self.programs, self.pieces, 1),
+            *inputs, offs, data, row_scale, row_amax, partial, t, k, g, self.lines, *self.strides,
+            share, grid=(self.programs, self.pieces, 1),
         )  # fmt: skip
         self.amax(
-            partial, offs, amax, as_bytes(scale), t, self.entries, g, share,
-            grid=(triton.cdiv(self.entries, self.step), g, 1),
+            partial, offs, row_amax, amax, as_bytes(scale), t, self.entries, g, self.lines, share,
+            grid=(triton.cdiv(self.entries, self.step), g + self.rest, self.matrices),
         )  # fmt: skip
-        return amax
+        return row_amax, amax
 
 
 class _Tiles:
-    """The column layout and, if there is a cast of them, x's rows."""
+    """The column layout and, if there is a cast of them, the rows."""
 
-    def __init__(self, x: Matrices, groups: int, row: CastPlan | None, col: CastPlan) -> None:
-        blocks = {layout.block[1] for layout in (row, col) if layout is not None}
-        self.bn = 64 if 32 in blocks and 128 not in blocks else 128
+    def __init__(self, job: _Job) -> None:
+        x, row, col, s = job.x, job.row, job.col, job.strides
+        self.bn, self.job = _tile_width(row, col), job
         # The rows of no group are one more group.
-        self.groups = groups if row is None else groups + 1
-        self.whole = col.block[1] == FULL
-        # Registers of a block's maxima are capped as in the dense tile_options.
-        few = {"maxnreg": 168} if runs_ptx(x) and self.bn == 128 and not self.whole else {}
+        self.groups = job.groups if row is None else job.groups + 1
         self.launch = Launch(
-            group_tile_kernel, None, options={"num_warps": 4, **few},
+            group_tile_kernel, None, options=_tile_options(job, self.bn),
+            SOURCE=job.source, JOINT=job.joint,
             ROW="none" if row is None else kind(row), COL=kind(col),
-            ROW_BLOCK=self.bn if row is None else row.block[1],
-            COL_BLOCK=GROUP_ALIGN if self.whole else col.block[1],
+            ROW_BLOCK=self.bn if row is None or row.block[1] == FULL else row.block[1],
+            COL_BLOCK=GROUP_ALIGN if job.whole else col.block[1],
             ROW_T=row and target(x, row), COL_T=target(x, col),
-            EVEN=x.k % self.bn == 0, GP=triton.next_power_of_2(groups), BM=GROUP_ALIGN, BN=self.bn,
-            NEAR=GROUP_ALIGN * x.stride_m + self.bn * x.stride_k < 2**31,
+            EVEN=x.k % self.bn == 0, GP=triton.next_power_of_2(job.groups),
+            BM=GROUP_ALIGN, BN=self.bn,
+            NEAR=all(GROUP_ALIGN * s[i] + self.bn * s[i + 1] < 2**31 for i in (0, 2, 4)),
         )  # fmt: skip
 
     def __call__(
-        self, x: Tensor, offs: Tensor, rows: Parts | None, columns: Columns, amax: Tensor | None
+        self,
+        inputs: Inputs,
+        offs: Tensor,
+        rows: Parts | None,
+        row_amax: Tensor | None,
+        columns: Columns,
+        amax: Tensor | None,
     ) -> None:
-        (t, k), (data_t, scale_t, offs_t) = x.shape, columns
-        data, scale, row_scale_k = None, None, 0
-        if rows is not None:
-            data, scale, row_scale_k = rows[0], as_bytes(rows[1]), rows[1].stride(1)
+        (t, k), (data_t, scale_t, offs_t), job = inputs[0].shape, columns, self.job
+        data, scale, row_sizes = None, None, (0, 0)
+        if job.row is not None:
+            assert rows is not None
+            data, scale = rows[0], as_bytes(rows[1])
+            blocks = k // job.row.block[1] if kind(job.row) == "block" else 0
+            row_sizes = _half_stride(scale, blocks, -1), scale.stride(-1)
+        if job.whole:
+            col_sizes = _half_stride(scale_t, k if kind(job.col) == "vector" else 0, -1), 1, 0
+        else:
+            half = _half_stride(scale_t, k // job.col.block[0], -2)
+            col_sizes = half, scale_t.stride(-2), scale_t.stride(-1)
         tiles = padded_tokens(t, self.groups) // GROUP_ALIGN
         self.launch(
-            x, offs, data, scale, data_t.view(torch.int32), as_bytes(scale_t), amax, offs_t,
-            t, k, data_t.shape[1], len(offs), *x.stride(), row_scale_k,
-            *((1, 0) if self.whole else scale_t.stride()),
-            grid=(tiles * triton.cdiv(k, self.bn), 1, 1),
+            *inputs, offs, data, scale, row_amax, data_t.view(torch.int32), as_bytes(scale_t), amax,
+            offs_t, t, k, data_t.shape[-1], len(offs), *job.strides, *row_sizes, *col_sizes,
+            grid=(tiles * triton.cdiv(k, self.bn) * job.halves, 1, 1),
         )  # fmt: skip
+
+
+def _half_stride(scale: Tensor, blocks: int, dim: int) -> int:
+    """From the scales of one half to those of the other: from matrix to matrix of a stack, or, of a
+    joint one, over so many blocks along a dimension."""
+    return scale.stride(0) if scale.ndim == 3 else blocks * scale.stride(dim)
+
+
+def _tile_width(row: CastPlan | None, col: CastPlan) -> int:
+    blocks = {layout.block[1] for layout in (row, col) if layout is not None}
+    return 64 if 32 in blocks and 128 not in blocks else 128
+
+
+def _tile_options(job: _Job, bn: int) -> dict[str, int]:
+    """Eight warps where masks, which every tile has, and inputs, or two layouts of which no amax is
+    the tile's, need their registers."""
+    if not runs_ptx(job.x):
+        return {"num_warps": 4}
+    if job.source != "plain":
+        return {"num_warps": 8}
+    if job.row is not None and job.row.block[1] == FULL:
+        return {"num_warps": 8}
+    # Registers of a block's maxima are capped as in the dense tile_options.
+    return {"num_warps": 4, "maxnreg": 168} if bn == 128 and not job.whole else {"num_warps": 4}
