@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
 
@@ -334,6 +335,20 @@ class _Plain(torch.autograd.Function):
         return grad
 
 
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(t: Tensor, recipe: Recipe) -> Tensor:
+        return t if isinstance(t, Float8Weight) else Float8Weight(t, recipe)  # under functorch
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """As of _Plain."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 # ---------------------------------------------------------------------------------------- products
 
 
@@ -555,7 +570,10 @@ def wrap_parameter(module: nn.Module, name: str, recipe: Recipe = ROWWISE) -> No
     """Make a parameter a ``Float8Weight``: the same object, in every module and optimiser with it.
 
     State dicts of ``module`` still hold a plain tensor that shares its storage, and load plain
-    tensors. Call it for every module that shares the parameter, before torch.compile and sharding.
+    tensors. A plain tensor that stands in for it in a call of ``module``, as those do that
+    ``torch.func.functional_call`` is given, multiplies as it would.
+
+    Call it for every module that shares the parameter, before torch.compile and sharding.
     No graph may be waiting for its backward.
 
     Raises:
@@ -574,9 +592,14 @@ def wrap_parameter(module: nn.Module, name: str, recipe: Recipe = ROWWISE) -> No
         _swap(p, Float8Weight(p, recipe))
     elif p.recipe != recipe:
         raise ValueError(f"parameter {name!r} has recipe {p.recipe.name}; unwrap_parameter first")
-    if _plain_state not in module._state_dict_hooks.values():
+    given = _given(module)
+    if given is None:
+        given = _Given()
         module.register_state_dict_post_hook(_plain_state)
         module.register_load_state_dict_pre_hook(_wrap_state)
+        module.register_forward_pre_hook(given.wrap)
+        module.register_forward_hook(given.give_back, always_call=True)
+    given.recipes[name] = recipe
 
 
 def unwrap_parameter(module: nn.Module, name: str) -> None:
@@ -585,18 +608,63 @@ def unwrap_parameter(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: ``wrap_parameter`` has not been called for it.
     """
-    p = module._parameters.get(name)
-    if p is None or _plain_state not in module._state_dict_hooks.values():
+    p, given = module._parameters.get(name), _given(module)
+    if p is None or given is None:
         raise ValueError(f"{type(module).__name__} has no {name!r} that wrap_parameter has made")
     if isinstance(p, Float8Weight):  # else another module that shares it was first
         _swap(p, p.original)
     elif is_traceable_wrapper_subclass(p):
         raise ValueError(f"parameter {name!r} is sharded; call unwrap_parameter before sharding it")
+    given.recipes.pop(name, None)
     if not any(isinstance(other, Float8Weight) for other in module._parameters.values()):
-        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        ours = _plain_state, _wrap_state, given.wrap, given.give_back
+        for hooks in (
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+            module._forward_pre_hooks,
+            module._forward_hooks,
+        ):
             for key, hook in list(hooks.items()):
-                if getattr(hook, "hook", hook) in (_plain_state, _wrap_state):
+                if getattr(hook, "hook", hook) in ours:
                     del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
+
+
+class _Given:
+    """Plain tensors that stand in for Float8Weights during one forward of a module, as those that
+    torch.func.functional_call is given: they multiply as the weights would."""
+
+    def __init__(self) -> None:
+        self.recipes: dict[str, Recipe] = {}
+        self.given: list[dict[str, Any]] = []  # of each call that has begun
+
+    def wrap(self, module: nn.Module, args: Any) -> None:
+        given: dict[str, Any] = {}
+        for name, recipe in self.recipes.items():
+            p = module._parameters.get(name)
+            if isinstance(p, Float8Weight) or p is None or is_traceable_wrapper_subclass(p):
+                continue  # that of a DTensor has a Float8Weight inside, or another's shards
+            given[name] = p
+            module._parameters[name] = _Weight.apply(p, recipe)  # type: ignore[no-untyped-call]
+        if given or self.given:
+            self.given.append(given)
+
+    def give_back(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.given:
+            module._parameters.update(self.given.pop())
+
+
+# torch.compile runs the hooks of the module that it is called with outside of its graph, each as
+# one of its own unless it is told not to; hooks of modules inside become part of theirs as ever.
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+for _hook in (_Given.wrap, _Given.give_back):
+    eval_frame.set_code_exec_strategy(_hook.__code__, _SKIP)
+
+
+def _given(module: nn.Module) -> _Given | None:
+    """What ``wrap_parameter`` has hung on a module."""
+    hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((given for given in hooks if isinstance(given, _Given)), None)
 
 
 def _swap(p: nn.Parameter, content: Tensor) -> None:

@@ -64,6 +64,10 @@ def step(f: Multiply, x: Tensor, w: Tensor, grad: Tensor | None = None) -> tuple
     return (y.detach(), *torch.autograd.grad(y, (x, w), grad), grad)
 
 
+def hooks_of(module: nn.Module) -> dict[str, Any]:
+    return {name: of for name, of in vars(module).items() if "_hooks" in name and of}
+
+
 def error(f: Callable[[], Any], kind: type[Exception] = NotImplementedError) -> str:
     with pytest.raises(kind) as caught:
         f()
@@ -992,7 +996,7 @@ def test_wrap_and_unwrap_keep_the_parameter() -> None:
     assert p.data_ptr() == pointer and p.requires_grad and p.is_leaf
     assert (p.note, p.grad.sum()) == ("mine", p.numel())
     assert_same_bytes(p, value - 0.5)
-    assert not layer._state_dict_hooks and not layer._load_state_dict_pre_hooks
+    assert not hooks_of(layer)
     optimiser.step()
     assert_same_bytes(p, value - 0.5 - 0.5)
     assert error(lambda: unwrap_parameter(layer, "weight"), ValueError)
@@ -1024,7 +1028,7 @@ def test_tied_parameter() -> None:
     unwrap_parameter(first, "weight")
     unwrap_parameter(second, "weight")
     assert type(second.weight) is nn.Parameter and first.weight is second.weight
-    assert not first._state_dict_hooks and not second._state_dict_hooks
+    assert not hooks_of(first) and not hooks_of(second)
 
 
 def test_state_dict_is_plain_and_shares_storage() -> None:
@@ -1180,13 +1184,66 @@ def test_module_conversions_keep_the_parameter() -> None:
     assert layer.weight is p and isinstance(p, Float8Weight) and inner(layer).device.type == "cpu"
 
 
-def test_functional_call() -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("form", ["weight", "parameter", "state dict", "detached", "computed"])
+def test_functional_call(form: str, compiled: bool) -> None:
+    """Whatever stands in for the weight multiplies as it would, and gets the gradient."""
+    layer, x = wrapped(recipe=MXFP8), torch.randn(6, 32, dtype=BF16)
+    value = torch.randn(64, 32, dtype=BF16)
+    leaf = nn.Parameter(Float8Weight(value, MXFP8) if form == "weight" else value)
+    stand_in = leaf
+    if form == "state dict":
+        stand_in = wrapped(recipe=MXFP8).state_dict()["weight"].copy_(value)
+    if form == "detached":
+        stand_in = leaf.detach()
+    weight, state = layer.weight, {"weight": stand_in}
+
+    def call(x: Tensor) -> Tensor:
+        given = {"weight": leaf * 2} if form == "computed" else state
+        return torch.func.functional_call(layer, given, (x,))
+
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    factor = 2 if form == "computed" else 1
+    for _ in range(2):
+        y = call(x)
+        assert_same_bytes(y, float8.linear(x, value * factor, recipe=MXFP8))
+        assert layer.weight is weight and state["weight"] is stand_in
+    if stand_in.requires_grad:
+        y.sum().backward()
+        (expected,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+        assert type(leaf.grad) is Tensor
+        assert_same_bytes(leaf.grad, expected * factor)
+        assert weight.grad is None
+    assert_same_bytes(layer(x), float8.linear(x, inner(layer), recipe=MXFP8))
+
+
+def test_functional_call_of_a_forward_that_fails_or_calls_itself() -> None:
     layer, x = wrapped(), torch.randn(6, 32, dtype=BF16)
-    other = nn.Parameter(Float8Weight(torch.randn(64, 32, dtype=BF16)))
-    y = torch.func.functional_call(layer, {"weight": other}, (x,))
-    assert_same_bytes(y, float8.linear(x, other.plain()))
-    y = torch.func.functional_call(layer, {"weight": other.plain()}, (x,))
-    assert_same_bytes(y, F.linear(x, other.plain()))
+    weight, state = layer.weight, {"weight": torch.randn(64, 32, dtype=BF16)}
+
+    def fails(x: Tensor, w: Tensor) -> Tensor:
+        raise KeyError
+
+    layer.multiply = fails
+    with pytest.raises(KeyError):
+        torch.func.functional_call(layer, state, (x,))
+    assert layer.weight is weight and type(state["weight"]) is Tensor
+
+    def twice(x: Tensor, w: Tensor) -> Tensor:
+        layer.multiply = F.linear
+        return torch.cat([layer(x), F.linear(x, layer.weight)])
+
+    for copied in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(wrapped()))):
+        layer = copied
+        layer.multiply = twice
+        y = torch.func.functional_call(layer, state, (x,))
+        assert_same_bytes(y, float8.linear(x, state["weight"]).repeat(2, 1))
+    assert type(state["weight"]) is Tensor
+    unwrap_parameter(layer, "weight")
+    y = torch.func.functional_call(layer, state, (x,))
+    assert_same_bytes(y, F.linear(x, state["weight"]))
 
 
 def test_functorch_is_refused() -> None:
