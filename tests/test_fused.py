@@ -267,6 +267,30 @@ def test_long_rows(source: str, columns: int) -> None:
 
 @triton
 @quiet
+@pytest.mark.parametrize(
+    "cast",
+    [CastPlan((1, 128), E4M3FN.dtype, "fp32"), CastPlan((1, 32), E4M3FN.dtype, "e8m0_rceil")],
+)
+def test_programs_that_stay(cast: CastPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles of SwiGLU than programs, which the interpreter has but two of."""
+    if not GPU:
+        import interpreter  # noqa: F401
+    from float8.kernels import fused_triton
+
+    if not GPU:
+        two = fused_triton._Stream(1, {"num_warps": 4})
+        monkeypatch.setattr(fused_triton, "_stream", lambda *job: two)
+        fused_triton._prepared.cache_clear()
+    inputs = exact("swiglu", (2048, 4224) if GPU else (256, 256), torch.bfloat16)
+    inputs = [t if t is None else t.to(DEVICE) for t in inputs]
+    got, expected = (f("swiglu", inputs, 0.0, cast, cast) for f in (kernels, reference))
+    for ours, theirs in zip(layouts(got), layouts(expected), strict=True):
+        assert_same_bytes(ours, theirs)
+    fused_triton._prepared.cache_clear()
+
+
+@triton
+@quiet
 def test_halves_of_one_tensor_and_a_gradient_that_is_expanded() -> None:
     """What a projection to gate and up gives, and what the gradient of a sum is."""
     gate, up = exact("swiglu", (70, 136), torch.bfloat16)
