@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -22,7 +21,7 @@ import float8
 
 from . import peers
 from .grouped import group_ends
-from .layers import make_step, near, training_step
+from .layers import make_step, near, training_step, variants
 from .registry import Bench, Call, Contender, Options, Shape, named_shapes
 
 Convert = Callable[[nn.Module], nn.Module]
@@ -134,8 +133,7 @@ def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender
     found = {"bf16": Contender(partial(step, lambda model: model), check, line=True)}
     for name in options.recipes:
         recipe = float8.RECIPES[name]
-        saving = dataclasses.replace(recipe, weight_for_dgrad="save")
-        ways = {name: (one_call, recipe), f"{name}, weights saved": (one_call, saving)}
+        ways = {label: (one_call, each) for label, each in variants(name).items()}
         if kind == "4-micro-batches":
             ways = {name: (converted, recipe)}  # what is called by name is not cached
         elif isinstance(base, Sorted):

@@ -7,6 +7,7 @@ gradients are dropped after each step, so that each step makes them anew.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -113,8 +114,26 @@ def near(expected: Outputs, call: Call, floor: float = SQNR_FLOOR) -> str | None
     return None
 
 
-def convert_to(name: str, fuse: bool, model: nn.Module) -> nn.Module:
-    report = float8.convert(model, float8.RECIPES[name], keep=(), fuse=fuse)
+def variants(name: str) -> dict[str, float8.Recipe]:
+    """A preset; with the weights' FP8 copies kept for backward; and, of scales in blocks, where a
+    gradient of a weight is a product of operands scaled rowwise, whose kernels are faster."""
+    recipe = float8.RECIPES[name]
+    if recipe.dgrad is None:
+        return {name: recipe}
+    found = {
+        name: recipe,
+        f"{name}, weights saved": dataclasses.replace(recipe, weight_for_dgrad="save"),
+    }
+    if recipe == float8.BLOCKWISE:
+        label = f"{name}, wgrad rowwise, weights saved"
+        found[label] = float8.Recipe(
+            label, recipe.forward, recipe.dgrad, float8.ROWWISE.wgrad, weight_for_dgrad="save"
+        )
+    return found
+
+
+def convert_to(recipe: float8.Recipe, fuse: bool, model: nn.Module) -> nn.Module:
+    report = float8.convert(model, recipe, keep=(), fuse=fuse)
     assert bool(report.fused) == fuse, report
     return model
 
@@ -134,12 +153,15 @@ def layer_contenders(
         )
     }
     for name in options.recipes:
-        plans = float8.RECIPES[name].plan(options.device)
-        by = list(dict.fromkeys("bf16" if plan is None else plan.impl for plan in plans))
-        can_fuse = kind == "ffn" and None not in plans
-        for fuse in (False, True)[: 1 + can_fuse]:
-            found[f"fused {name}" if fuse else name] = Contender(
-                partial(make_step, base, x, g, partial(convert_to, name, fuse), with_compile),
+        can_fuse = kind == "ffn" and None not in float8.RECIPES[name].plan(options.device)
+        ways = [(name, float8.RECIPES[name], False)]
+        if can_fuse:
+            ways += [(f"fused {label}", recipe, True) for label, recipe in variants(name).items()]
+        for label, recipe, fuse in ways:
+            plans = recipe.plan(options.device)
+            by = list(dict.fromkeys("bf16" if plan is None else plan.impl for plan in plans))
+            found[label] = Contender(
+                partial(make_step, base, x, g, partial(convert_to, recipe, fuse), with_compile),
                 check,
                 ours=True,
                 line=True,
