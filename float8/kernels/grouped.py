@@ -48,7 +48,7 @@ _LIB.define(
 _LIB.define("grouped_mm_hp(Tensor a, Tensor b, Tensor offs) -> Tensor")
 
 
-class Product(NamedTuple):
+class GroupedProduct(NamedTuple):
     """The arguments of ``grouped_mm`` and of ``grouped_wgrad``, in their order."""
 
     a: Tensor
@@ -187,7 +187,7 @@ def grouped_mm(
             write is undefined, and they write nowhere else.
     """
     blocks = tuple(block_a), tuple(block_b)
-    x = Product(a, b, scale_a, scale_b, offs, *blocks, out_dtype, fast_accum, impl)
+    x = GroupedProduct(a, b, scale_a, scale_b, offs, *blocks, out_dtype, fast_accum, impl)
     _check_rows(x)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
@@ -212,7 +212,7 @@ def grouped_mm(
     return grouped_hopper.multiply_rows(*args)
 
 
-def _grouped_mm_reference(x: Product) -> Tensor:
+def _grouped_mm_reference(x: GroupedProduct) -> Tensor:
     out_TN = x.a.new_zeros((x.a.shape[0], x.b.shape[2]), dtype=x.out_dtype)
     a_TK = dequantize(x.a, x.scale_a, x.block_a, torch.float32)
     # Autocast would round the operands to its dtype first.
@@ -223,7 +223,7 @@ def _grouped_mm_reference(x: Product) -> Tensor:
     return out_TN
 
 
-def _check_takes(x: Product, block_b: Block, table: dict[str, Refusal]) -> None:
+def _check_takes(x: GroupedProduct, block_b: Block, table: dict[str, Refusal]) -> None:
     """Raise ValueError unless the implementation takes such operands on their device, b in blocks
     of (…, contraction, columns)."""
     left = Operand(x.a.dtype, x.block_a, x.scale_a.dtype)
@@ -248,6 +248,12 @@ def stacked(x_GRK: Tensor) -> tuple[Tensor, int]:
     return x_GRK.as_strided(((groups - 1) * b_rows + rows, k), (pitch, 1)), b_rows
 
 
+def scale_by_group(scale: Tensor, block: Block) -> Tensor:
+    """The scale of a column layout as kernels read it: of blocks of whole groups [G, rows, 1], one
+    scale of a matrix for each group, where ``quantize_grouped`` gives [G, rows]."""
+    return scale[..., None] if block[1] == FULL else scale
+
+
 def zero_tail(x_TK: Tensor, offs: Tensor) -> Tensor:
     """x with the rows that are of no group set to zero, without waiting for the device."""
     rows = torch.arange(x_TK.shape[0], device=x_TK.device)
@@ -265,7 +271,7 @@ def _spans(offs: Tensor, length: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *ends]))
 
 
-def _check_rows(x: Product) -> None:
+def _check_rows(x: GroupedProduct) -> None:
     _check_groups(x.a, x.b, x.offs)
     check_devices(x.a, x.b, x.scale_a, x.scale_b, x.offs)
     _check_out(x.out_dtype, x.impl, IMPLEMENTATIONS)
@@ -300,7 +306,7 @@ def _check_out(out_dtype: torch.dtype, impl: str, table: dict[str, Refusal]) -> 
 
 
 def _fake_grouped_mm(*arguments: Any) -> Tensor:
-    x = Product(*arguments)
+    x = GroupedProduct(*arguments)
     _check_rows(x)
     return x.a.new_empty((x.a.shape[0], x.b.shape[2]), dtype=x.out_dtype)
 
@@ -340,7 +346,7 @@ def grouped_wgrad(
             ``grouped_mm``.
     """
     blocks = tuple(block_a), tuple(block_b)
-    x = Product(a, b, scale_a, scale_b, offs_t, *blocks, out_dtype, fast_accum, impl)
+    x = GroupedProduct(a, b, scale_a, scale_b, offs_t, *blocks, out_dtype, fast_accum, impl)
     _check_columns(x)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros(_shape_columns(x), dtype=out_dtype)
@@ -356,7 +362,7 @@ def grouped_wgrad(
     return grouped_hopper.multiply_columns(*x[:-1])
 
 
-def _grouped_wgrad_reference(x: Product) -> Tensor:
+def _grouped_wgrad_reference(x: GroupedProduct) -> Tensor:
     out_GNK = x.a.new_zeros(_shape_columns(x), dtype=x.out_dtype)
     with torch.autocast(x.a.device.type, enabled=False):
         for g, span in enumerate(_spans(x.offs, x.a.shape[1])):
@@ -371,16 +377,16 @@ def _dequantize_columns(
     data: Tensor, scale: Tensor, block: Block, g: int, start: int, end: int
 ) -> Tensor:
     """Columns of group g, in float32."""
-    width = block[1]
-    of_group = scale[g, :, None] if width == FULL else scale[:, start // width : end // width]
+    width, scale = block[1], scale_by_group(scale, block)
+    of_group = scale[g] if width == FULL else scale[:, start // width : end // width]
     return dequantize(data[:, start:end], of_group, block, torch.float32)
 
 
-def _shape_columns(x: Product) -> tuple[int, int, int]:
+def _shape_columns(x: GroupedProduct) -> tuple[int, int, int]:
     return x.offs.shape[0], x.a.shape[0], x.b.shape[0]
 
 
-def _check_columns(x: Product) -> None:
+def _check_columns(x: GroupedProduct) -> None:
     if x.a.ndim != 2 or x.b.ndim != 2 or x.a.shape[1] != x.b.shape[1]:
         raise ValueError(
             f"shapes {tuple(x.a.shape)} and {tuple(x.b.shape)} are no column layouts of the same "
@@ -407,7 +413,7 @@ def _check_columns_scale(x: Tensor, scale: Tensor, groups: int, block: Block) ->
 
 
 def _fake_grouped_wgrad(*arguments: Any) -> Tensor:
-    x = Product(*arguments)
+    x = GroupedProduct(*arguments)
     _check_columns(x)
     return x.a.new_empty(_shape_columns(x), dtype=x.out_dtype)
 

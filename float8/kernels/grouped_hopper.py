@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..scaling import FULL, Block, scale_shape
-from .grouped import stacked
+from .grouped import scale_by_group, stacked
 from .matmul_hopper import KINDS, fits
 
 Scales = tuple[str, str]
@@ -94,8 +94,7 @@ def multiply_columns(
         out = a_MP.new_empty((groups, a_MP.shape[0], b_NP.shape[0]), dtype=out_dtype)
     assert out.shape == (groups, a_MP.shape[0], b_NP.shape[0]) and out.dtype == out_dtype, out.shape
     assert out.is_contiguous(), out.stride()
-    if block_a[1] == FULL:  # [G, rows, 1]: each group's own
-        scale_a, scale_b = scale_a[..., None], scale_b[..., None]
+    scale_a, scale_b = scale_by_group(scale_a, block_a), scale_by_group(scale_b, block_b)
     rows, scales = out.view(-1, out.shape[2]), _kinds(block_a, block_b)
     _run(a_MP, b_NP, scale_a, scale_b, scales, fast_accum, rows, accumulate, "columns", offs_t, 0)
     return out

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..devices import device_profile
-from ..scaling import FULL, Block
-from .grouped import stacked
+from ..scaling import Block
+from .grouped import scale_by_group, stacked
 from .matmul_triton import Groups, Matmul, Part
 
 
@@ -50,8 +50,7 @@ def multiply_columns(
     (a_NP, _), (b_KP, _) = stacked(a_NP[None]), stacked(b_KP[None])
     groups, n, k = offs_t.shape[0], a_NP.shape[0], b_KP.shape[0]
     out = torch.empty((groups, n, k), dtype=out_dtype, device=a_NP.device)
-    if block_a[1] == FULL:  # [G, rows, 1]: each group's own
-        scale_a, scale_b = scale_a[..., None], scale_b[..., None]
+    scale_a, scale_b = scale_by_group(scale_a, block_a), scale_by_group(scale_b, block_b)
     sizes, blocks = Groups("columns", groups, 0, k), (block_a, block_b[::-1])
     _run(a_NP, b_KP, scale_a, scale_b.mT, offs_t, *blocks, fast_accum, out, sizes)
     return out
