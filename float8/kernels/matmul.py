@@ -17,7 +17,7 @@ Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVI
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,27 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     block: Block
     scale_dtype: torch.dtype
+
+
+class Product(NamedTuple):
+    """The arguments of ``scaled_mm``, in its order."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    block_a: Block
+    block_b: Block
+    out_dtype: torch.dtype
+    fast_accum: bool
+    impl: str
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        return (
+            Operand(self.a.dtype, self.block_a, self.scale_a.dtype),
+            Operand(self.b.dtype, self.block_b, self.scale_b.dtype),
+        )
 
 
 def contraction_error(a: Operand, b: Operand, k: int) -> str | None:
@@ -263,35 +284,42 @@ def scaled_mm(
         ValueError: shapes, devices, ``out_dtype`` or ``impl`` do not fit, or that implementation
             does not take these operands.
     """
-    _check(a, b, scale_a, scale_b, out_dtype, impl)
+    blocks = tuple(block_a), tuple(block_b)
+    x = Product(a, b, scale_a, scale_b, *blocks, out_dtype, fast_accum, impl)
+    _check(x)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    if impl in ("torch", "torch_bf16"):
-        run_torch = scaled_mm_torch if impl == "torch" else scaled_mm_bf16
-        return run_torch(a, b, scale_a, scale_b, block_a, block_b, out_dtype)
-    if impl != "cublas":  # which looks at them itself
-        check_scale(scale_a, a, block_a)
-        check_scale(scale_b, b, block_b)
+    if impl == "torch":
+        return scaled_mm_torch(*x[:7])
+    if impl == "cublas":  # which looks at operands and scales itself
+        return _scaled_mm_cublas(x)
+    _check_scales(x)
+    if (reason := IMPLEMENTATIONS[impl](device_profile(a.device), *x.operands)) is not None:
+        raise ValueError(_cannot(impl, reason))
     run = {
-        "cublas": _scaled_mm_cublas,
         "hopper": _scaled_mm_hopper,
         "triton": _scaled_mm_triton,
+        "torch_bf16": _scaled_mm_bf16,
     }[impl]
-    return run(a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum)
+    return run(x)
 
 
-def _check(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, impl: str
-) -> None:
-    check_devices(a, b, scale_a, scale_b)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+def _check(x: Product) -> None:
+    check_devices(x.a, x.b, x.scale_a, x.scale_b)
+    if x.a.ndim != 2 or x.b.ndim != 2 or x.a.shape[1] != x.b.shape[0]:
         raise ValueError(
-            f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; needed (M, K), (K, N)"
+            f"shapes {tuple(x.a.shape)} and {tuple(x.b.shape)} do not multiply; needed (M, K), "
+            "(K, N)"
         )
-    if out_dtype not in HIGH_PRECISION:
-        raise ValueError(f"out_dtype={out_dtype} must be one of {names(HIGH_PRECISION)}")
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
+    if x.out_dtype not in HIGH_PRECISION:
+        raise ValueError(f"out_dtype={x.out_dtype} must be one of {names(HIGH_PRECISION)}")
+    if x.impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={x.impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def _check_scales(x: Product) -> None:
+    check_scale(x.scale_a, x.a, x.block_a)
+    check_scale(x.scale_b, x.b, x.block_b)
 
 
 def scaled_mm_torch(
@@ -312,33 +340,20 @@ def scaled_mm_torch(
         return torch.mm(a_MK, b_KN).to(out_dtype)
 
 
-def scaled_mm_bf16(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _scaled_mm_bf16(x: Product) -> Tensor:
     """Dequantise both operands to bf16, exactly down to its subnormals where scales are E8M0, and
     multiply there, accumulated in float32. For a device without MX instructions this costs the
     rounding of none of its operands, a copy of each in bf16, and the time of a bf16 product."""
-    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
-    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
-    if (reason := _bf16_refusal(device_profile(a.device), left, right)) is not None:
-        raise ValueError(_cannot("torch_bf16", reason))
-    a_MK, b_KN = _exact_bf16(a, scale_a, block_a), _exact_bf16(b, scale_b, block_b)
-    with torch.autocast(a.device.type, enabled=False):
-        if out_dtype == torch.bfloat16:
+    a_MK, b_KN = _exact_bf16(x.a, x.scale_a, x.block_a), _exact_bf16(x.b, x.scale_b, x.block_b)
+    with torch.autocast(x.a.device.type, enabled=False):
+        if x.out_dtype == torch.bfloat16:
             return torch.mm(a_MK, b_KN)
-        if a.is_cuda:
-            return torch.mm(a_MK, b_KN, out_dtype=torch.float32).to(out_dtype)
-        return torch.mm(a_MK.to(torch.float32), b_KN.to(torch.float32)).to(out_dtype)
+        if x.a.is_cuda:
+            return torch.mm(a_MK, b_KN, out_dtype=torch.float32).to(x.out_dtype)
+        return torch.mm(a_MK.to(torch.float32), b_KN.to(torch.float32)).to(x.out_dtype)
 
 
 def _exact_bf16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
-    check_scale(scale, data, block)
     values, powers = data.to(torch.bfloat16), decode_scale(scale).to(torch.bfloat16)
     rows, columns = (n if b == FULL else b for n, b in zip(data.shape, block, strict=True))
     if data.shape[0] % rows or data.shape[1] % columns:
@@ -348,22 +363,12 @@ def _exact_bf16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
     return values
 
 
-def _scaled_mm_cublas(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+def _scaled_mm_cublas(x: Product) -> Tensor:
     # cuBLASLt wants a row-major, b column-major, K and N multiples of 16 bytes; its block modes
     # also M, for the leading dimension of M-major scales. Both operands are handled as [rows, K]: b
     # as its transpose.
-    m, n = a.shape[0], b.shape[1]
-    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
-    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
+    a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum, _ = x
+    (m, n), (left, right) = (a.shape[0], b.shape[1]), x.operands
     if (mode := native_mode(left, right)) is None:
         raise ValueError(_cannot("cublas", _no_mode(left, right)))
     scales_rows = _cublaslt_scales_rows(device_profile(a.device))
@@ -400,47 +405,20 @@ def _scaled_mm_cublas(
     return out if out.shape == (m, n) else out[:m, :n].contiguous()
 
 
-def _scaled_mm_hopper(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
-    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
-    if (reason := _hopper_refusal(device_profile(a.device), left, right)) is not None:
-        raise ValueError(_cannot("hopper", reason))
+def _scaled_mm_hopper(x: Product) -> Tensor:
     from .matmul_hopper import BLOCKS, Mode, scaled_mm_hopper
 
     # A tensor's one scale is one of "rowwise" too.
-    blocks = left.block, right.block[::-1]
+    blocks = x.block_a, x.block_b[::-1]
     mode: Mode = next((mode for mode in BLOCKS if BLOCKS[mode] == blocks), "rowwise")
-    operands = _aligned(a, 1, 16), _aligned(b.t(), 1, 16)
-    return scaled_mm_hopper(*operands, scale_a, scale_b.t(), mode, out_dtype, fast_accum)
+    operands = _aligned(x.a, 1, 16), _aligned(x.b.t(), 1, 16)
+    return scaled_mm_hopper(*operands, x.scale_a, x.scale_b.t(), mode, x.out_dtype, x.fast_accum)
 
 
-def _scaled_mm_triton(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    left = Operand(a.dtype, tuple(block_a), scale_a.dtype)
-    right = Operand(b.dtype, tuple(block_b), scale_b.dtype)
-    if (reason := _triton_refusal(device_profile(a.device), left, right)) is not None:
-        raise ValueError(_cannot("triton", reason))
+def _scaled_mm_triton(x: Product) -> Tensor:
     from .matmul_triton import multiply
 
-    args = _wide(a), _wide(b.t()).t(), scale_a, scale_b, left.block, right.block
-    return multiply(*args, out_dtype, fast_accum)
+    return multiply(_wide(x.a), _wide(x.b.t()).t(), *x[2:8])
 
 
 def _wide(x_RK: Tensor) -> Tensor:
@@ -536,21 +514,11 @@ def swizzle_mx_scale(scale_RB: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(E8M0.dtype)
 
 
-def _fake_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    block_a: Block,
-    block_b: Block,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    impl: str,
-) -> Tensor:
-    _check(a, b, scale_a, scale_b, out_dtype, impl)
-    check_scale(scale_a, a, block_a)
-    check_scale(scale_b, b, block_b)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+def _fake_scaled_mm(*arguments: Any) -> Tensor:
+    x = Product(*arguments)
+    _check(x)
+    _check_scales(x)
+    return x.a.new_empty((x.a.shape[0], x.b.shape[1]), dtype=x.out_dtype)
 
 
 for _key in ("CPU", "CUDA"):
