@@ -156,10 +156,14 @@ def fused(source: str) -> Callable[[CastPlan | None, CastPlan | None], None]:
 
 
 def fused_grouped(source: str, joint: bool) -> Callable[[CastPlan | None, CastPlan | None], None]:
-    """Of halves of one product; squares, and blocks alone, are much the same code."""
+    """Of halves of one product; what is left out is much the same code: squares, columns alone but
+    for their own scale per feature, and stacked results in blocks."""
 
     def run(row: CastPlan | None, col: CastPlan | None) -> None:
-        if col is None or col.block[0] == 128 or (row is None and col.block[1] != FULL):
+        if col is None or col.block[0] == 128:
+            return
+        rowwise = col.block == (1, FULL)
+        if not rowwise and (row is None or (source == "swiglu_backward" and not joint)):
             return
         both = torch.empty(1001, 4096, dtype=torch.bfloat16, device="meta")
         gate, up = both.chunk(2, 1)

@@ -52,6 +52,7 @@ from .launch import (
 from .quantize import CastPlan
 from .quantize_grouped import GROUP_ALIGN, empty_columns, empty_rows, padded_tokens
 
+_CHUNK = 2048  # columns of group_rows_kernel's programs where they need not see whole rows
 Inputs = tuple[Tensor, Tensor | None, Tensor | None]  # x, y and z
 Parts = tuple[Tensor, Tensor]  # data and scale of the rows
 Columns = tuple[Tensor, Tensor, Tensor]  # data_t, scale_t, offs_t
@@ -415,7 +416,7 @@ class _Measure:
         if self.row == "store" and job.source == "plain":
             options["num_warps"], together, stages = row_loop(x.device, width, job.dtype.itemsize)
         else:
-            width = width if self.row == "store" else min(2048, width)
+            width = width if self.row == "store" else min(_CHUNK, width)
             options["num_warps"] = min(16, max(4, width // 1024))
             together = 8 if job.source == "plain" else 16 // options["num_warps"]
             under_way = together * width * job.dtype.itemsize * job.inputs
