@@ -1,6 +1,7 @@
 """Casts fused with what makes their input, against that and a cast after it.
 
-Letters: M tokens, K features. Every row writes both layouts of the result, [M, K] and [K, M].
+Letters: M tokens, K features, G groups. Every row writes both layouts of the result, [M, K] and
+[K, M], or each group's transpose; of groups, the backward's two results are one matrix [M, 2 K].
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import float8
-from float8.kernels import fused
+from float8.kernels import fused, fused_grouped
 from float8.kernels.quantize import CastPlan
 from float8.scaling import FULL
 from float8.testing import deterministic
 
 from . import peers
 from .casts import SCALINGS, bits, random_input, same_job, scale_bytes
+from .grouped import group_ends
 from .registry import Bench, Call, Contender, Options, Outputs, Shape, compiled, named_shapes
 
 EPS = 1e-6
@@ -117,11 +119,42 @@ def fused_contenders(
     return found | ({"torchao": Contender(peers.absent, check)} if options.peer else {})
 
 
+def grouped_contenders(
+    producer: str, name: str, shape: Shape, options: Options
+) -> dict[str, Contender]:
+    (tokens, hidden, groups), job = shape, PRODUCERS[producer]
+    block, mode, *_ = SCALINGS[name]
+    plan = CastPlan(block, float8.format_for(options.device, "e4m3").dtype, mode)
+    gate_up = random_input((tokens, 2 * hidden), options.device).chunk(2, 1)
+    grad = [random_input((tokens, hidden), options.device)] * (job.inputs - 2)
+    inputs, offs = [*grad, *gate_up], group_ends(tokens, groups).to(options.device)
+    args = (*inputs, offs, *([True] if grad else []), *plan, *plan)
+    expected: Call = partial(getattr(fused_grouped, f"{producer}_quantize_grouped"), *args)
+
+    def chain() -> Outputs:
+        result = torch.cat(job.torch(*inputs), 1)
+        return tuple(torch.ops.float8.quantize_grouped(result, offs, *plan, *plan))
+
+    check = partial(same_job, expected, tolerance=0.2)
+    ours: Call = partial(getattr(torch.ops.float8, f"{producer}_quantize_grouped"), *args)
+    found = {
+        "float8": Contender(lambda: ours, partial(near_bytes, expected), ours=True, line=True),
+        "compiled": Contender(lambda: compiled(chain), check),
+        "eager": Contender(lambda: chain, check),
+    }
+    return found | ({"torchao": Contender(peers.absent, check)} if options.peer else {})
+
+
 def fused_bytes(producer: str, name: str, shape: Shape) -> int:
     job = PRODUCERS[producer]
     per_element = job.whole_bytes if FULL in SCALINGS[name].block else job.tile_bytes
     rstd = 4 * shape[0] if producer == "rms_norm" else 0
     return math.prod(shape) * per_element + job.results * scale_bytes(name, True, shape) + rstd
+
+
+def grouped_bytes(producer: str, name: str, shape: Shape) -> int:
+    """As for one matrix; what is written to pad groups does not count."""
+    return fused_bytes(producer, name, shape[:2])
 
 
 SHAPES = named_shapes(
@@ -131,6 +164,14 @@ SHAPES = named_shapes(
         "deepseek-v3": "x 8192x7168, hidden 8192x18432",
     },
     default=("llama3-8b x", "llama3-8b hidden"),
+)
+GROUPED_SHAPES = named_shapes(
+    {
+        "deepseek-moe-16b": "hidden 49152x1408x64",
+        "deepseek-v3": "hidden 65536x2048x32",
+        "llama4-scout": "hidden 65536x8192x16",
+    },
+    default=("deepseek-moe-16b hidden", "deepseek-v3 hidden"),
 )
 BENCHES = [
     Bench(
@@ -142,5 +183,16 @@ BENCHES = [
         bytes=partial(fused_bytes, producer, name),
     )
     for producer in PRODUCERS
+    for name in ("tensorwise", "rowwise", "1x128", "mxfp8")
+] + [
+    Bench(
+        f"fused/{producer}-groups-{name}",
+        partial(grouped_contenders, producer, name),
+        GROUPED_SHAPES,
+        (1024, 256, 4),
+        baseline="compiled",
+        bytes=partial(grouped_bytes, producer, name),
+    )
+    for producer in ("swiglu", "swiglu_backward")
     for name in ("tensorwise", "rowwise", "1x128", "mxfp8")
 ]

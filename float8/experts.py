@@ -7,7 +7,8 @@ Shape letters: T tokens, sorted by expert; E experts; D model width, F hidden wi
 where each expert's rows end; gx, gy, gh are the gradients of x, of y and of h = silu(..) * (..).
 Every GEMM follows the recipe's rule of its kind, as in ``float8.grouped_mm``.
 
-The casts of h and of the gradients of gate and up are fused with what makes them.
+The casts of h and of the gradients of gate and up are fused with what makes them, but for a frozen
+matrix of both.
 """
 
 from __future__ import annotations

@@ -444,7 +444,7 @@ def test_machine_code(target: str) -> None:
         assert kernel["scratch"] == kernel["fences"] == 0, kernel
         # Two programs a multiprocessor are worth a few values put aside.
         tiles = kernel["kernel"] == "group_tile_kernel" and kernel["of"] != "swiglu"
-        assert kernel["spills"] <= (8 if tiles else 0), kernel
+        assert kernel["spills"] <= (16 if tiles else 0), kernel
         assert kernel["stack_pointer_reads"] == 0, kernel
         assert kernel["shared"] <= describe(target).shared_memory, kernel
         rows = kernel["kernel"] == "group_rows_kernel"

@@ -535,11 +535,13 @@ def _tile_width(row: CastPlan | None, col: CastPlan) -> int:
 
 def _tile_options(job: _Job, bn: int) -> dict[str, int]:
     """Eight warps where masks, which every tile has, and inputs, or two layouts of which no amax is
-    the tile's, need their registers; so many that two programs share a multiprocessor."""
+    the tile's, need their registers. Two programs share a multiprocessor where inputs in 16 bits
+    come in wide accesses; others would put hundreds of values aside."""
     if not runs_ptx(job.x):
         return {"num_warps": 4}
     if job.source != "plain":
-        return {"num_warps": 8, "maxnreg": 128}
+        few = {"maxnreg": 128} if job.dtype.itemsize == 2 and job.k % 16 == 0 else {}
+        return {"num_warps": 8, **few}
     if job.row is not None and job.row.block[1] == FULL:
         return {"num_warps": 8}
     # Registers of a block's maxima are capped as in the dense tile_options.
