@@ -84,6 +84,37 @@ def rows_contenders(name: str, shape: Shape, options: Options) -> dict[str, Cont
     )
 
 
+def empty_contenders(shape: Shape, options: Options) -> dict[str, Contender]:
+    """A rowwise product, and the same with three more groups for each, that have no tokens."""
+    mode, (t, n, k, g), device = MODES["rowwise"], shape, options.device
+    x_TK, w_GNK = random_input((t, k), device), random_input((g * n, k), device).view(g, n, k)
+    offs, fp8 = group_ends(t, g, 16).to(device), float8.format_for(device, "e4m3").dtype
+    a, scale_a = ops.quantize(x_TK, mode.block_a, fp8, mode.scale_mode)
+    b, scale_b = ops.quantize(w_GNK, (1, *mode.block_b), fp8, mode.scale_mode)
+    blocks = mode.block_a, (1, *mode.block_b[::-1])
+    left, right = (
+        Operand(fp8, block, scale.dtype)
+        for block, scale in zip(blocks, (scale_a, scale_b), strict=True)
+    )
+    impl = grouped.select(device, left, right)
+
+    def product(b: Tensor, scale_b: Tensor, offs: Tensor) -> Call:
+        args = (a, b.mT, scale_a, scale_b.mT, offs, *blocks, torch.bfloat16, mode.fast_accum)
+        return lambda: (ops.grouped_mm(*args, impl),)
+
+    fours = torch.arange(4 * g, device=device) // 4
+    alone = product(b, scale_b, offs)
+    check = partial(near, alone())
+    return {
+        "alone": Contender(lambda: alone, check),
+        "among empty ones": Contender(
+            lambda: product(b.view(torch.uint8)[fours].view(fp8), scale_b[fours], offs[fours]),
+            check,
+            ours=True,
+        ),
+    }
+
+
 def columns_contenders(name: str, shape: Shape, options: Options) -> dict[str, Contender]:
     mode, (t, n, k, g), device = MODES[name], shape, options.device
     g_TN, x_TK = random_input((t, n), device), random_input((t, k), device)
@@ -146,4 +177,4 @@ BENCHES = [
         ("columns", columns_contenders, COLUMNS),
     )
     for name in names
-]
+] + [Bench("grouped_gemm/empty", empty_contenders, SHAPES, SMOKE, "alone", flops=flops)]
