@@ -27,6 +27,7 @@ from .devices import assumed_device
 from .grouped import grouped_plans, run_grouped_mm
 from .linear import Cached, run_linear
 from .recipe import ROWWISE, Cast, Gemm, Plans, Recipe, check_recipe
+from .tensor import Float8TrainingTensor
 
 aten = torch.ops.aten
 
@@ -37,11 +38,28 @@ class _Record:
     metadata, and layers that differ in nothing else are to share compiled code."""
 
     last_run: tuple[str, str, str] | None = field(default=None, compare=False)
-    # What float8.cached_weights sets; torch.compile prints records.
+    # Within a block of float8.cached_weights what knows of it; torch.compile prints records.
     cached: Any = field(default=None, compare=False, repr=False)
 
-    def __deepcopy__(self, memo: Any) -> _Record:
-        return _Record(self.last_run)  # copies outlive the block of float8.cached_weights
+    def __reduce__(self) -> Any:
+        return _Record, (self.last_run,)  # copies outlive the block of float8.cached_weights
+
+
+@dataclass(eq=False)
+class Copies:
+    """What float8.cached_weights makes of a Float8Weight, or its views have of that: FP8 copies
+    (parts; Nones for a GEMM in high precision) of the weight and of its transpose, as forward casts
+    weights, and, if dgrad casts them otherwise, the same as dgrad does."""
+
+    made: Any  # from what, which tells whether it has changed
+    parts: tuple[Float8TrainingTensor | None, ...]
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None  # copies of the weight outlive the block
+
+
+def _part(i: int) -> property:
+    return property(lambda w: w.copies.parts[i])
 
 
 class Float8Weight(torch.Tensor):
@@ -65,6 +83,9 @@ class Float8Weight(torch.Tensor):
     original: Tensor
     recipe: Recipe
     record: _Record
+    copies: Copies | None = None
+    # To torch.compile these are parts of the weight, and so inputs of graphs.
+    copy0, copy1, copy2, copy3 = map(_part, range(4))
 
     @staticmethod
     def __new__(cls, original: Tensor, recipe: Recipe = ROWWISE) -> Float8Weight:
@@ -109,20 +130,30 @@ class Float8Weight(torch.Tensor):
         return f"Float8Weight({self.original!r}, recipe={self.recipe.name}{grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        # The assumed device only for torch.compile, which compares this before it reuses code.
-        return ["original"], (type(self), self.recipe, self.record, assumed_device())
+        # torch.compile compares this before it reuses code. Hence the assumed device, and no parts
+        # of a weight that has changed, so that code is traced again, which is refused.
+        copies = self.copies if has_copies(self) else None
+        parts = () if copies is None or copies.made.has_changed() else copies.parts
+        names = [f"copy{i}" for i, part in enumerate(parts) if part is not None]
+        count = None if copies is None else len(parts)
+        return ["original", *names], (type(self), self.recipe, self.record, count, assumed_device())
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
     ) -> Float8Weight:
-        return _build(meta[0], inner["original"], *meta[1:3])
+        cls, recipe, record, count, _ = meta
+        parts: Any = tuple(inner.get(f"copy{i}") for i in range(count or 0))
+        copies = None if count is None else Copies(record.cached, parts)
+        return _build(cls, inner["original"], recipe, record, copies)
 
     def _stable_hash_for_caching(self) -> str:
         """All that compiled code depends on, for torch's cache of it on disk."""
         t, plans = self.original, self.recipe.plan(self.device)
         layout = (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, self.requires_grad)
-        return repr((type(self).__name__, self.recipe, plans, layout))
+        copies = [getattr(self, name) for name in self.__tensor_flatten__()[0][1:]]
+        copied = [copy._stable_hash_for_caching() for copy in copies]
+        return repr((type(self).__name__, self.recipe, plans, layout, copied))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_parameter = isinstance(self, nn.Parameter)
@@ -184,7 +215,8 @@ class Float8Weight(torch.Tensor):
         if kind == "other" or not joins:
             return out
         with torch.inference_mode(w.is_inference()):  # autograd wants views to be as their base is
-            out = _each(out, lambda t: _like(w, t) if _is_high_precision(t) else t)
+            of = _copies_of_view if kind == "views" and has_copies(w) else lambda w, t: None
+            out = _each(out, lambda t: _like(w, t, of(w, t)) if _is_high_precision(t) else t)
         if kind == "views" and _is_traced(w):
             return return_and_correct_aliasing(func, args, kwargs, out)
         return out
@@ -275,7 +307,11 @@ def _is_high_precision(t: Tensor) -> bool:
 
 
 def _build(
-    cls: type[Float8Weight], original: Tensor, recipe: Recipe, record: _Record
+    cls: type[Float8Weight],
+    original: Tensor,
+    recipe: Recipe,
+    record: _Record,
+    copies: Copies | None = None,
 ) -> Float8Weight:
     w: Float8Weight = torch.Tensor._make_wrapper_subclass(
         cls,
@@ -286,12 +322,38 @@ def _build(
         layout=original.layout,
         device=original.device,
     )
-    w.original, w.recipe, w.record = original, recipe, record
+    w.original, w.recipe, w.record, w.copies = original, recipe, record, copies
     return w
 
 
-def _like(w: Float8Weight, inner: Tensor) -> Float8Weight:
-    return _build(type(w), inner, w.recipe, w.record)
+def _like(w: Float8Weight, inner: Tensor, copies: Copies | None = None) -> Float8Weight:
+    return _build(type(w), inner, w.recipe, w.record, copies)
+
+
+def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
+    """Of w's copies those of a view t of its original: of the whole or of one matrix, as it is or
+    transposed; of others none."""
+    whole, parts = w.original, w.copies.parts
+    lead = whole.ndim - t.ndim
+    shape, stride = list(whole.shape[lead:]), list(whole.stride()[lead:])
+    if lead not in (0, 1) or t.ndim < 2:
+        return None
+    if (list(t.shape), list(t.stride())) != (shape, stride):
+        shape[-2:], stride[-2:] = shape[:-3:-1], stride[:-3:-1]
+        if (list(t.shape), list(t.stride())) != (shape, stride):
+            return None
+        parts = tuple(parts[i ^ 1] for i in range(len(parts)))
+    # A matrix of a stack whose matrices are one (stride 0) starts where the stack does.
+    e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), whole.stride(0) or 1)
+    if rest or not 0 <= e < (len(whole) if lead else 1):
+        return None
+    return Copies(w.copies.made, tuple(_matrix(part, e) for part in parts) if lead else parts)
+
+
+def _matrix(stack: Float8TrainingTensor | None, e: int) -> Float8TrainingTensor | None:
+    if stack is None:
+        return None
+    return Float8TrainingTensor(stack.qdata[e], stack.scale[e], stack.block[1:], stack.dtype)
 
 
 def _rebuild(
@@ -365,20 +427,23 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return run_linear(x, plain, bias, recipe, plans, cached_copies(w))
     if x.shape[0] == 0:
         return torch.bmm(x, plain.mT)  # nothing to multiply
-    each = [(None, None)] * len(w) if w.record.cached is None else map(cached_copies, w.unbind())
+    each = map(cached_copies, w.unbind()) if has_copies(w) else [(None, None)] * len(w)
     matrices = zip(x.unbind(), plain.unbind(), each, strict=True)
     return torch.stack([run_linear(x, w, None, recipe, plans, copies) for x, w, copies in matrices])
 
 
 def cached_copies(w_NK: Any) -> Cached:
-    """FP8 copies for forward and dgrad, if float8.cached_weights has made some of this very view, a
-    stack or a matrix of one. A graph would hold them for good, so compiled code has none."""
-    cached = w_NK.record.cached
-    traced = torch.compiler.is_compiling() or type(w_NK.original) is not Tensor  # fake, or a proxy
-    if cached is None or traced:
+    """FP8 copies for forward and dgrad, if float8.cached_weights has made some of this view, a
+    stack or a matrix of one."""
+    if not has_copies(w_NK):
         return None, None
-    found: Cached = cached.find(w_NK)
-    return found
+    w_NK.copies.made.check(w_NK, w_NK.recipe)
+    return w_NK.copies.parts[0], w_NK.copies.parts[-1]
+
+
+def has_copies(w: Any) -> bool:
+    """Of the block of float8.cached_weights that is on, that is: a view may outlive its own."""
+    return w.copies is not None and w.copies.made is w.record.cached
 
 
 def note(w: Float8Weight, plans: Plans) -> None:
@@ -539,7 +604,7 @@ def _set_data(w: Float8Weight, value: Tensor) -> None:
         raise NotImplementedError(
             f"a Float8Weight's .data keeps its shape, strides, dtype and device: {want}, not {have}"
         )
-    w.original = value
+    w.original, w.copies = value, None
 
 
 _FORMS: dict[tuple[Any, ...], Callable[..., Any]] = {
@@ -670,7 +735,7 @@ def _given(module: nn.Module) -> _Given | None:
 def _swap(p: nn.Parameter, content: Tensor) -> None:
     new = nn.Parameter(content, p.requires_grad)
     new.grad = p.grad
-    ours = ("original", "recipe", "record", "_is_param")
+    ours = ("original", "recipe", "record", "copies", "_is_param")
     new.__dict__.update({k: v for k, v in p.__dict__.items() if k not in ours})
     torch.utils.swap_tensors(p, new)
 

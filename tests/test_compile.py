@@ -5,6 +5,7 @@ Inductor fuses: it keeps float32 between operations that eager rounds, unless it
 eager does (`emulate_precision_casts`).
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -17,7 +18,10 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -26,7 +30,18 @@ from torch.utils.checkpoint import (
 )
 
 import float8
-from float8 import RECIPES, ROWWISE, Float8Linear, Recipe, SwiGLU, assume_device, swiglu_mlp
+from float8 import (
+    FULL,
+    RECIPES,
+    ROWWISE,
+    Cast,
+    Float8Linear,
+    Gemm,
+    Recipe,
+    SwiGLU,
+    assume_device,
+    swiglu_mlp,
+)
 from float8.cache import CachedWeight
 from float8.testing import assert_same_bytes, deterministic, needs, saved_bytes, sqnr
 
@@ -364,6 +379,230 @@ def test_cached_weights_in_a_graph() -> None:
     assert_all_same(step(layer, x, call), expected)
     layer.cached = None
     assert_all_same(step(layer, x, call), expected)
+
+
+# ---- cached weights ------------------------------------------------------------------------------
+
+MIXED = Recipe(  # dgrad casts weights in its own way
+    "mixed",
+    Gemm(Cast("e4m3", (1, FULL)), Cast("e4m3", (16, FULL), "pow2")),
+    Gemm(Cast("e5m2", (1, FULL)), Cast("e4m3", (1, FULL))),
+    ROWWISE.wgrad,
+)
+
+
+class Stack(nn.Module):
+    """A layer, and four experts multiplied in one of several ways; 48 tokens, 12 for each."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.into = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+        shape = (4, 80, 64) if "mT" in way else (4, 64, 80)
+        self.w = nn.Parameter(torch.randn(shape, dtype=torch.bfloat16) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        w = self.w.mT if "mT" in self.way else self.w  # [E, K, N]
+        if "grouped" in self.way:
+            offs = torch.arange(12, 49, 12, dtype=torch.int32, device=x.device)
+            return F.grouped_mm(x, w, offs=offs)
+        if "bmm" in self.way:
+            return torch.bmm(x.reshape(4, 12, 64), w).flatten(0, 1)
+        return torch.cat([rows @ w[e] for e, rows in enumerate(x.split(12))])
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = float8.MoE(64, 80, experts=4, top_k=2, shared_hidden=80, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _, _ = self.moe(x)
+        return y
+
+
+CACHEABLE: dict[str, Callable[[], nn.Module]] = {
+    **{
+        way: functools.partial(Stack, way)
+        for way in ("grouped", "grouped mT", "bmm mT", "one by one", "one by one mT")
+    },
+    "moe": Mixture,
+}
+
+
+class Casts:
+    """A backend like aot_eager that counts graphs and, in each, casts of weights, whose rows and
+    columns, unlike those of tokens, are 64 and 80 or 64 and 64."""
+
+    def __init__(self) -> None:
+        self.frame_count = 0
+        self.of_weights: list[int] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.frame_count += 1
+        return aot_autograd(fw_compiler=self.look, bw_compiler=self.look)(graph, inputs)
+
+    def look(self, graph: Any, inputs: Any) -> Any:
+        ops = (n for n in graph.graph.nodes if "float8.quantize" in str(n.target))
+        shapes = [set(n.args[0].meta["val"].shape[-2:]) for n in ops]
+        self.of_weights.append(sum(shape in ({64, 80}, {64}) for shape in shapes))
+        return make_boxed_func(graph.forward)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        *((name, ROWWISE) for name in CACHEABLE),
+        ("grouped", MIXED),
+        ("bmm mT", float8.MXFP8),
+        ("one by one", MIXED),
+        ("one by one mT", SAVE),
+        ("moe", float8.BLOCKWISE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_cached_weights_are_not_cast_in_graphs(name: str, recipe: Recipe) -> None:
+    """Linear layers and experts, over several steps: eager's bits, and a compilation for use within
+    blocks and one for use without."""
+    model, casts = CACHEABLE[name](), Casts()
+    float8.convert(model, recipe)
+    call = compiled(model, casts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.randn(2, 48, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        expected = [step(model, x) for x in batches]
+        with float8.cached_weights(model):
+            for x, e in zip(batches, expected, strict=True):
+                assert_all_same(step(model, x, call), e)
+        optimizer.step()
+    assert casts.frame_count == 1 and casts.of_weights == [0, 0]
+    for x in batches:
+        assert_all_same(step(model, x, call), step(model, x))
+    assert casts.frame_count == 2 and sum(casts.of_weights) > 0
+
+
+def test_inductor_with_cached_weights() -> None:
+    """Its cache on disk, which outlives the process, tells graphs with copies apart."""
+    model = Stack("grouped mT")
+    float8.convert(model)
+    x = torch.randn(48, 64, dtype=torch.bfloat16)
+    expected = step(model, x)
+    for _ in range(2):
+        for context in (nullcontext(), float8.cached_weights(model), nullcontext()):
+            torch._dynamo.reset()
+            with context:
+                assert_all_same(step(model, x, compiled(model, "inductor")), expected)
+
+
+def _decay(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def _optimise(model: nn.Module) -> None:
+    torch.optim.AdamW(model.parameters(), fused=True).step()  # moves no version
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: t / 2 for name, t in model.state_dict().items()})
+
+
+def _assign(model: nn.Module) -> None:
+    model.load_state_dict({name: t / 2 for name, t in model.state_dict().items()}, assign=True)
+
+
+def _switch(model: nn.Module) -> None:
+    for holder in (*model.modules(), *model.parameters()):
+        if isinstance(holder, Float8Linear | float8.Float8Weight):
+            holder.recipe = float8.MXFP8
+
+
+CHANGES = [_decay, _optimise, _load, _assign, _switch]
+CHANGING = "changed inside float8.cached_weights"
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["", "used before"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, change) for name in ("linear", "grouped mT") for change in CHANGES),
+        ("moe", _optimise),
+        ("moe", _load),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__[1:],
+)
+def test_no_graph_multiplies_copies_of_old_weights(
+    name: str, change: Callable[[nn.Module], None], warm: bool
+) -> None:
+    """Where the next call cannot see a change, the end of the block does."""
+    model = mlp() if name == "linear" else CACHEABLE[name]()
+    if name == "grouped mT":
+        model.into = nn.Identity()
+    if name != "linear":
+        float8.convert(model)
+    call, x = compiled(model), torch.randn(48, 64, dtype=torch.bfloat16)
+    if warm:
+        call(x)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(float8.cached_weights(model))
+        step(model, x, call)
+        change(model)
+        try:
+            y = call(x)
+        except Exception as error:
+            assert CHANGING in str(error)
+        else:
+            if name == "grouped mT" and change is _assign:  # another weight, which has no copies
+                assert_same_bytes(y, model(x))
+            else:
+                assert name == "linear" and change in (_decay, _load)
+                with pytest.raises(RuntimeError, match=CHANGING):
+                    stack.close()
+    assert_all_same(step(model, x, call), step(model, x))
+
+
+def test_copies_are_of_the_device_that_was_assumed() -> None:
+    for name in ("one by one", "linear"):
+        model = mlp() if name == "linear" else Stack(name)
+        if name != "linear":
+            float8.convert(model)
+        x = torch.randn(48, 64, dtype=torch.bfloat16)
+        for call in (model, compiled(model)):
+            with float8.cached_weights(model):
+                y = call(x)
+                with assume_device("gfx942"), pytest.raises(Exception, match=CHANGING):
+                    call(x)
+                assert_same_bytes(call(x), y)
+
+
+def test_a_view_that_outlives_its_block_has_no_copies() -> None:
+    model, x = Stack("grouped mT"), torch.randn(12, 64, dtype=torch.bfloat16)
+    float8.convert(model.requires_grad_(False))
+    with float8.cached_weights(model):
+        view = model.w[1]
+        y = x @ view.t()
+    with torch.no_grad():
+        model.w.mul_(2)
+    for context in (nullcontext(), float8.cached_weights(model)):
+        with context:
+            for f in (torch.matmul, compiled(torch.matmul)):
+                assert_same_bytes(f(x, view.t()), y * 2)
+
+
+def test_blocks_are_entered_outside_of_graphs() -> None:
+    model, x = Stack("grouped mT"), torch.randn(48, 64, dtype=torch.bfloat16)
+    float8.convert(model)
+
+    def micro_batches(x: Tensor) -> Tensor:
+        with float8.cached_weights(model):
+            return model(x) + model(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="enter it outside"):
+        compiled(micro_batches)(x)
+    torch._dynamo.reset()
+    assert_same_bytes(torch.compile(micro_batches, backend="aot_eager")(x), micro_batches(x))
 
 
 # ---- the SwiGLU layer --------------------------------------------------------------------------

@@ -1170,7 +1170,7 @@ def test_what_cached_weights_refuses() -> None:
         """\
 this model has no Float8Linear and no Float8Weight; float8.convert(model) first
 The model has a cached weight; cached_weights does not nest, so leave the outer block first
-the weight (shape (16, 16)) or the recipe of a layer changed inside float8.cached_weights, whose FP8 copies are of the old one; leave the block before the optimiser's step, loading, .to() or a new recipe""",  # noqa: E501
+the weight (shape (16, 16)), the recipe or the assumed device of a layer changed inside float8.cached_weights, whose FP8 copies are of the old one; leave the block before the optimiser's step, loading, .to(), a new recipe or assume_device""",  # noqa: E501
     )
 
 
