@@ -1,8 +1,9 @@
 """Triton's interpreter with exact casts, to compare kernels byte for byte without a GPU.
 
 As shipped (Triton 3.6 to 3.9) it loses the carry of a cast to FP8 that rounds up to a power of two,
-breaks ties upwards, cuts off what bfloat16 does not hold, and knows no FNUZ format. conftest.py
-switches it on.
+breaks ties upwards, cuts off what bfloat16 does not hold, and knows no FNUZ format. It also spends
+up to half of its time on exchanging the language's functions for its own at every call of a device
+function, where the launch has done so. conftest.py switches it on.
 """
 
 from typing import Any
@@ -52,3 +53,24 @@ def _patch_lang_core(language: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_core = _patch_lang_core
+
+
+_exchange, _execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_exchanged: set[int] = set()  # globals of functions that the launch has come to
+
+
+def _patch_lang(function: Any) -> Any:
+    """What is exchanged depends on the modules that a function sees, which are its globals."""
+    if id(function.__globals__) in _exchanged:
+        return interpreter._LangPatchScope()
+    _exchanged.add(id(function.__globals__))
+    return _exchange(function)
+
+
+def _execute_grid(self: Any, *args: Any, **kwargs: Any) -> None:
+    _exchanged.clear()  # at the end of a launch the language gets its functions back
+    _execute(self, *args, **kwargs)
+
+
+interpreter._patch_lang = _patch_lang
+interpreter.GridExecutor.__call__ = _execute_grid
