@@ -23,13 +23,6 @@ from .tensor import Float8TrainingTensor
 from .weight import Copies, Float8Weight
 
 
-def _state(t: Tensor) -> tuple[object, ...]:
-    """What changes with a tensor's values. Assigning ``.data``, as ``.to()`` does, leaves the
-    version as it is, but not the memory or its reading."""
-    memory = t.untyped_storage()._cdata, t.storage_offset()
-    return t._version, *memory, t.shape, t.stride(), t.dtype
-
-
 class CachedWeight:
     """That there are FP8 copies of a weight, and what they were made of; those of a layer's weight
     are here, those of a Float8Weight are with it and its views.
@@ -42,10 +35,9 @@ class CachedWeight:
 
     def __init__(self, weight: Tensor, recipe: Recipe, copies: Cached = (None, None)) -> None:
         self.weight, self.recipe, (self.w_NK, self.w_KN) = weight, recipe, copies
-        # In place of a Float8Weight's views its own version moves.
-        self.watched = [weight, weight.original] if isinstance(weight, Float8Weight) else [weight]
-        self.storages = [t.untyped_storage() for t in self.watched]  # no other gets their addresses
-        self.made_of = [_state(t) for t in self.watched]
+        self.original = weight.original if isinstance(weight, Float8Weight) else weight
+        self.storage = self.original.untyped_storage()  # held, so that no other gets its address
+        self.made_of = self._made_of()
         self.assumed = assumed_device()
         self.stale = False
 
@@ -62,8 +54,16 @@ class CachedWeight:
     def has_changed(self) -> bool:
         """Whether the weight is, or was once, not what the copies are of. What is written through
         ``weight.data`` in place (``weight.data.mul_(2)``) leaves no trace and is not seen."""
-        self.stale = self.stale or self.made_of != [_state(t) for t in self.watched]
+        self.stale = self.stale or self.made_of != self._made_of()
         return self.stale
+
+    def _made_of(self) -> tuple[object, ...]:
+        """What changes with the weight's values. Assigning ``.data``, as ``.to()`` does, leaves the
+        version as it is, but not the memory or its reading. In place of a Float8Weight's views its
+        own version moves."""
+        t = self.original
+        memory = t.untyped_storage()._cdata, t.storage_offset()
+        return self.weight._version, t._version, *memory, t.shape, t.stride(), t.dtype
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
         """Raise RuntimeError unless the copies are of this weight as it is now, by this recipe."""
