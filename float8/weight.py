@@ -399,16 +399,20 @@ class _Plain(torch.autograd.Function):
 
 class _Weight(torch.autograd.Function):
     @staticmethod
-    def forward(t: Tensor, recipe: Recipe) -> Tensor:
-        return t if isinstance(t, Float8Weight) else Float8Weight(t, recipe)  # under functorch
+    def forward(t: Tensor, recipe: Recipe, record: _Record) -> Tensor:
+        if isinstance(t, Float8Weight):  # under functorch
+            return t
+        w = Float8Weight(t, recipe)
+        w.record = record
+        return w
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """As of _Plain."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 # ---------------------------------------------------------------------------------------- products
@@ -664,7 +668,8 @@ def wrap_parameter(module: nn.Module, name: str, recipe: Recipe = ROWWISE) -> No
         module.register_load_state_dict_pre_hook(_wrap_state)
         module.register_forward_pre_hook(given.wrap)
         module.register_forward_hook(given.give_back, always_call=True)
-    given.recipes[name] = recipe
+    assert isinstance(p, Float8Weight)
+    given.weights[name] = recipe, p.record
 
 
 def unwrap_parameter(module: nn.Module, name: str) -> None:
@@ -680,7 +685,7 @@ def unwrap_parameter(module: nn.Module, name: str) -> None:
         _swap(p, p.original)
     elif is_traceable_wrapper_subclass(p):
         raise ValueError(f"parameter {name!r} is sharded; call unwrap_parameter before sharding it")
-    given.recipes.pop(name, None)
+    given.weights.pop(name, None)
     if not any(isinstance(other, Float8Weight) for other in module._parameters.values()):
         ours = _plain_state, _wrap_state, given.wrap, given.give_back
         for hooks in (
@@ -700,17 +705,17 @@ class _Given:
     torch.func.functional_call is given: they multiply as the weights would."""
 
     def __init__(self) -> None:
-        self.recipes: dict[str, Recipe] = {}
+        self.weights: dict[str, tuple[Recipe, _Record]] = {}
         self.given: list[dict[str, Any]] = []  # of each call that has begun
 
     def wrap(self, module: nn.Module, args: Any) -> None:
         given: dict[str, Any] = {}
-        for name, recipe in self.recipes.items():
+        for name, (recipe, record) in self.weights.items():
             p = module._parameters.get(name)
             if isinstance(p, Float8Weight) or p is None or is_traceable_wrapper_subclass(p):
                 continue  # that of a DTensor has a Float8Weight inside, or another's shards
             given[name] = p
-            module._parameters[name] = _Weight.apply(p, recipe)  # type: ignore[no-untyped-call]
+            module._parameters[name] = _Weight.apply(p, recipe, record)  # type: ignore[no-untyped-call]
         if given or self.given:
             self.given.append(given)
 

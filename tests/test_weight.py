@@ -1210,6 +1210,8 @@ def test_functional_call(form: str, compiled: bool) -> None:
         y = call(x)
         assert_same_bytes(y, float8.linear(x, value * factor, recipe=MXFP8))
         assert layer.weight is weight and state["weight"] is stand_in
+    if not compiled:
+        assert (weight.last_run is None) == (form == "weight")  # which has a record of its own
     if stand_in.requires_grad:
         y.sum().backward()
         (expected,) = torch.autograd.grad(layer(x).sum(), layer.weight)
