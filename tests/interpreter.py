@@ -50,6 +50,9 @@ def _patch_lang_core(language: Any, scope: Any) -> None:
         return known(self, builder)
 
     scope.set_attr(language.dtype, "to_ir", to_ir)
+    # That of Triton 3.6 takes no array of one element, with numpy 2.4.
+    index = lambda self: int(self.handle.data.squeeze())  # noqa: E731
+    scope.set_attr(language.tensor, "__index__", index)
 
 
 interpreter._patch_lang_core = _patch_lang_core
