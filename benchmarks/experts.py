@@ -22,7 +22,7 @@ import float8
 from . import peers
 from .grouped import group_ends
 from .layers import make_step, near, training_step, variants
-from .registry import Bench, Call, Contender, Options, Shape, named_shapes
+from .registry import Bench, Call, Contender, Options, Shape, compiled, named_shapes
 
 Convert = Callable[[nn.Module], nn.Module]
 Product = Callable[..., Tensor]
@@ -108,16 +108,20 @@ def build(shape: Shape, device: torch.device) -> tuple[nn.Module, Tensor, Tensor
 
 
 def micro_batches(base: nn.Module, x: Tensor, g: Tensor, convert: Convert) -> Call:
-    """Four micro-batches between two steps of an optimiser: weights are cast once."""
+    """Four micro-batches between two steps of an optimiser, compiled: weights are cast once."""
     model = convert(copy.deepcopy(base))
     ours = any(isinstance(w, float8.Float8Weight) for w in model.parameters())
+
+    @compiled
+    def one(x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        return y
 
     def forward(x: Tensor) -> Tensor:
         with float8.cached_weights(model) if ours else contextlib.nullcontext():
             for _ in range(3):
-                model(x).backward(g)
-            out: Tensor = model(x)
-        return out
+                one(x).backward(g)
+            return one(x)
 
     return training_step(model, forward, x, g)
 
