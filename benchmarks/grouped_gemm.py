@@ -106,11 +106,12 @@ def empty_contenders(shape: Shape, options: Options) -> dict[str, Contender]:
     alone = product(b, scale_b, offs)
     check = partial(near, alone())
     return {
-        "alone": Contender(lambda: alone, check),
+        "alone": Contender(lambda: alone, check, line=True),
         "among empty ones": Contender(
             lambda: product(b.view(torch.uint8)[fours].view(fp8), scale_b[fours], offs[fours]),
             check,
             ours=True,
+            line=True,
         ),
     }
 

@@ -122,13 +122,15 @@ class _SwigluExperts(torch.autograd.Function):
             gh_TF = multiply_rows(gy, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
             rows, columns = (dgrad.a if needs_x else None), (wgrad.a if any(needs_into) else None)
             casts = _cast_gradients(gh_TF, products, offs, rows, columns)
-            for i, (g, g_t) in enumerate(casts):
+            # Before the weights' gradients, which are the largest of all: what only this multiplies
+            # then makes room for them in compiled code.
+            for i, (g, _) in enumerate(casts if needs_x else ()):
+                w = stack_for_dgrad((weights[2 * i], weights[2 * i + 1]), dgrad)
+                part = multiply_rows(g, w, offs, dgrad, dtype)
+                g_x = part if g_x is None else g_x + part
+            for i, (_, g_t) in enumerate(casts):
                 if needs_into[i]:
                     g_into[i] = multiply_columns(g_t, x_t, wgrad, dtype).to(ctx.w_dtypes[1 + i]).mT
-                if needs_x:
-                    w = stack_for_dgrad((weights[2 * i], weights[2 * i + 1]), dgrad)
-                    part = multiply_rows(g, w, offs, dgrad, dtype)
-                    g_x = part if g_x is None else g_x + part
         return g_x, None, g_down, None, None, *g_into
 
 
