@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tracing import traced_once
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.jit import JITFunction
 
@@ -385,9 +386,13 @@ def emulated(module: ModuleType, kernel: str, seed: int) -> Iterator[None]:
                     else x
                     for x in args
                 ]  # fmt: skip
-                for program in range(programs):
-                    names.update(Gluon(Machine(rng), program, programs).names())
-                    body(*given, **constants)
+
+                def run() -> None:
+                    for program in range(programs):
+                        names.update(Gluon(Machine(rng), program, programs).names())
+                        body(*given, **constants)
+
+                traced_once((body, repr(constants), *map(type, given), programs), run)
 
             return launch
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from tracing import traced_once
 
 from float8.formats import FORMATS
 
@@ -72,7 +73,9 @@ def _patch_lang(function: Any) -> Any:
 
 def _execute_grid(self: Any, *args: Any, **kwargs: Any) -> None:
     _exchanged.clear()  # at the end of a launch the language gets its functions back
-    _execute(self, *args, **kwargs)
+    given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+    constants = {n: v for n, v in given.items() if n in self.constexprs or v is None}
+    traced_once((self.fn, repr(constants)), _execute, self, *args, **kwargs)
 
 
 interpreter._patch_lang = _patch_lang
