@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels import fused as _fused  # noqa: F401 (registers)
+from .kernels.fused import swiglu, swiglu_backward
 from .kernels.quantize import CastPlan
 from .linear import (
     Float8Linear,
@@ -256,11 +256,11 @@ class _SiluTimes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+        return swiglu(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return silu_times_backward(grad, *ctx.saved_tensors)
+        return swiglu_backward(grad, *ctx.saved_tensors)
 
 
 _keep_silu_times_whole = kept_whole(_SiluTimes)
@@ -274,12 +274,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     return product
 
 
-def silu_times_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, given that of ``silu_times``: as swiglu_backward_quantize has them,
-    in float32, each rounded once."""
-    g, a, u = (t.to(torch.float32) for t in (grad, gate, up))
-    s = torch.sigmoid(a)
-    return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(gate.dtype)
+silu_times_backward = swiglu_backward
 
 
 class SwiGLU(nn.Module):

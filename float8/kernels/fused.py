@@ -153,12 +153,13 @@ def swiglu_backward_quantize(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The result in gate's dtype."""
+    """``silu(gate) * up`` of tensors of one shape and dtype, in float32, rounded once to that."""
     return (F.silu(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and of up in their dtype."""
+    """The gradients of gate and of up, given that of ``swiglu``: in float32, each rounded once to
+    gate's dtype."""
     g, a, u = (t.to(torch.float32) for t in (grad, gate, up))
     s = torch.sigmoid(a)
     return (g * u * s * (1 + a * (1 - s))).to(gate.dtype), (g * a * s).to(gate.dtype)
