@@ -334,10 +334,10 @@ def group_layouts(
     no block crosses the halves of a joint matrix."""
     x, strides = inputs[0], tuple(s for t in inputs for s in ((0, 0) if t is None else t.stride()))
     (t, k), two = x.shape, source == "swiglu_backward"
+    aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in inputs)
     measure, tiles = _launches(
-        source, joint, k, len(offs), strides, x.dtype, x.device,
-        tuple(t is not None and t.data_ptr() % 16 == 0 for t in inputs), row, col,
-    )  # fmt: skip
+        _Job(source, joint, k, len(offs), strides, x.dtype, aligned, x.device, row, col)
+    )
     shape = (t, 2 * k) if joint else (2, t, k) if two else (t, k)
     rows = None if row is None else empty_rows(x, shape, row)
     columns, offs = empty_columns(x, shape, len(offs), col), offs.contiguous()
@@ -346,28 +346,8 @@ def group_layouts(
     return rows, columns
 
 
-@functools.lru_cache(maxsize=1024)
-def _launches(
-    source: str,
-    joint: bool,
-    features: int,
-    groups: int,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    aligned: tuple[bool, ...],
-    row: CastPlan | None,
-    col: CastPlan,
-) -> tuple[_Measure | None, _Tiles]:
-    """For any number of tokens. Alignment is not asked for, but Triton specialises on it."""
-    job = _Job(source, joint, features, groups, strides, dtype, device, row, col)
-    measure = _Measure(job) if job.whole else None
-    stored = measure is not None and measure.row == "store"
-    return measure, _Tiles(job._replace(row=None) if stored else job)
-
-
 class _Job(NamedTuple):
-    """What launches depend on."""
+    """What launches depend on: not the number of tokens."""
 
     source: str
     joint: bool
@@ -375,6 +355,7 @@ class _Job(NamedTuple):
     groups: int
     strides: tuple[int, ...]  # of rows and of columns, of each input
     dtype: torch.dtype
+    aligned: tuple[bool, ...]  # to 16 bytes: nothing here asks, but Triton specialises on it
     device: torch.device
     row: CastPlan | None
     col: CastPlan
@@ -394,11 +375,20 @@ class _Job(NamedTuple):
 
     @property
     def matrices(self) -> int:
+        """How many the results are; gradients that are joint are one."""
         return 1 if self.joint else self.halves
 
     @property
     def inputs(self) -> int:
+        """How many there are."""
         return {"plain": 1, "swiglu": 2, "swiglu_backward": 3}[self.source]
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(job: _Job) -> tuple[_Measure | None, _Tiles]:
+    measure = _Measure(job) if job.whole else None
+    stored = measure is not None and measure.row == "store"
+    return measure, _Tiles(job._replace(row=None) if stored else job)
 
 
 class _Measure:
@@ -416,6 +406,7 @@ class _Measure:
         if self.row == "store" and job.source == "plain":
             options["num_warps"], together, stages = row_loop(x.device, width, job.dtype.itemsize)
         else:
+            # Of fused sources as in fused_triton: 16 warps on a multiprocessor, in 128 registers.
             width = width if self.row == "store" else min(_CHUNK, width)
             options["num_warps"] = min(16, max(4, width // 1024))
             together = 8 if job.source == "plain" else 16 // options["num_warps"]
@@ -433,9 +424,9 @@ class _Measure:
             GP=triton.next_power_of_2(job.groups), KP=width, STAGES=stages,
         )  # fmt: skip
         vector = kind(col) == "vector"
-        of_line = x.k * job.halves // job.matrices
-        self.amaxes = of_line if vector else 1
-        self.entries = of_line if vector else self.pieces  # of a program's partial maxima
+        features = x.k * job.halves // job.matrices
+        self.amaxes = features if vector else 1  # of a group
+        self.entries = features if vector else self.pieces  # of a program's partial maxima
         # One step where groups are of equal sizes.
         lines = min(256, triton.next_power_of_2(self.programs // job.groups + 1))
         self.step = min(256, 8192 // lines) if vector else triton.next_power_of_2(self.pieces)
@@ -451,10 +442,8 @@ class _Measure:
         x, g = inputs[0], len(offs)
         t, k = x.shape
         new = functools.partial(x.new_empty, dtype=torch.int32)
-        partial, amax = (
-            new((self.matrices, self.lines, self.entries)),
-            new((self.matrices, g, self.amaxes)),
-        )
+        partial = new((self.matrices, self.lines, self.entries))
+        amax = new((self.matrices, g, self.amaxes))
         data = row_scale = row_amax = None
         if self.row == "store":
             assert rows is not None
@@ -529,6 +518,7 @@ def _half_stride(scale: Tensor, blocks: int, dim: int) -> int:
 
 
 def _tile_width(row: CastPlan | None, col: CastPlan) -> int:
+    """Features of a tile, which has GROUP_ALIGN tokens."""
     blocks = {layout.block[1] for layout in (row, col) if layout is not None}
     return 64 if 32 in blocks and 128 not in blocks else 128
 
