@@ -139,7 +139,7 @@ def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender
         recipe = float8.RECIPES[name]
         ways = {label: (one_call, each) for label, each in variants(name).items()}
         if kind == "4-micro-batches":
-            ways = {name: (converted, recipe)}  # what is called by name is not cached
+            ways = {name: (converted, recipe)}  # weights given to a function are not cached
         elif isinstance(base, Sorted):
             ways[f"{name}, call by call"] = converted, recipe
         for label, (convert, each) in ways.items():

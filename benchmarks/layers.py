@@ -118,8 +118,6 @@ def variants(name: str) -> dict[str, float8.Recipe]:
     """A preset; with the weights' FP8 copies kept for backward; and, of scales in blocks, where a
     gradient of a weight is a product of operands scaled rowwise, whose kernels are faster."""
     recipe = float8.RECIPES[name]
-    if recipe.dgrad is None:
-        return {name: recipe}
     found = {
         name: recipe,
         f"{name}, weights saved": dataclasses.replace(recipe, weight_for_dgrad="save"),
