@@ -289,9 +289,9 @@ def scaled_mm(
     _check(x)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    if impl == "torch":
+    if impl == "torch":  # both look at operands and scales themselves
         return scaled_mm_torch(*x[:7])
-    if impl == "cublas":  # which looks at operands and scales itself
+    if impl == "cublas":
         return _scaled_mm_cublas(x)
     _check_scales(x)
     if (reason := IMPLEMENTATIONS[impl](device_profile(a.device), *x.operands)) is not None:
@@ -341,9 +341,9 @@ def scaled_mm_torch(
 
 
 def _scaled_mm_bf16(x: Product) -> Tensor:
-    """Dequantise both operands to bf16, exactly down to its subnormals where scales are E8M0, and
-    multiply there, accumulated in float32. For a device without MX instructions this costs the
-    rounding of none of its operands, a copy of each in bf16, and the time of a bf16 product."""
+    """Dequantise both operands to bf16, which under E8M0 scales rounds no value above bf16's
+    subnormals, and multiply there, accumulated in float32. What a device without MX instructions
+    pays is a copy of each operand in bf16 and the time of a bf16 product."""
     a_MK, b_KN = _exact_bf16(x.a, x.scale_a, x.block_a), _exact_bf16(x.b, x.scale_b, x.block_b)
     with torch.autocast(x.a.device.type, enabled=False):
         if x.out_dtype == torch.bfloat16:
