@@ -164,6 +164,8 @@ def rms_norm_backward(
     gx = rstd * (gn - n * mean(gn * n)),  gweight = sum over rows of g * n
     """
     one_dtype = weight_D is None or weight_D.dtype == x_MD.dtype  # torch's kernel wants it
+    # What F.rms_norm's own backward calls; it starts from the rstd that the fused cast has found.
+    # Compiled code fuses the formula.
     if g_MD.is_cuda and one_dtype and not torch.compiler.is_compiling():
         shape, mask = [x_MD.shape[1]], [True, weight_D is not None]
         gx, gw = torch.ops.aten._fused_rms_norm_backward(
