@@ -39,9 +39,9 @@ from .launch import (
     Launch,
     Matrices,
     Outputs,
+    fused_row_loop,
     kind,
     multiprocessors,
-    row_stages,
     runs_ptx,
     scale_sizes,
     target,
@@ -504,10 +504,7 @@ class _Rows:
 
         width = max(128, triton.next_power_of_2(x.k))
         width = width if whole else min(width, _CHUNK)
-        # 16 warps on a multiprocessor, up to 32 columns a thread, in 128 registers.
-        warps = min(16, max(4, width // 1024))
-        programs = 16 // warps
-        row_bytes = width * job.itemsize * {"rms": 1, "swiglu": 2, "swiglu_backward": 3}[job.source]
+        options, programs, stages = fused_row_loop(x, job.source, width, job.itemsize)
         chunks = triton.cdiv(x.k, width)
         g = max(1, min(x.m, multiprocessors(x) * programs // chunks))
         self.amax_shape = (x.e, g, x.k) if self.per == "column" else (x.e, 1)
@@ -516,9 +513,8 @@ class _Rows:
         assert layout is not None
         self.launch = Launch(
             row_kernel, (g, chunks, 1), x.m, x.k, job.eps, *job.strides,
-            options={"num_warps": warps} | ({"maxnreg": 128} if runs_ptx(x) else {}),
-            SOURCE=job.source, ROW=self.row, PER=self.per, WHOLE=whole,
-            T=target(x, layout), KP=width, STAGES=row_stages(x.device, programs * row_bytes, 4),
+            options=options, SOURCE=job.source, ROW=self.row, PER=self.per, WHOLE=whole,
+            T=target(x, layout), KP=width, STAGES=stages,
         )  # fmt: skip
         self.columns = ColumnAmaxes(x.e, g, x.k) if self.per == "column" else None
 

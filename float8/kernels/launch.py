@@ -205,6 +205,18 @@ def row_loop(device: torch.device, elements: int, itemsize: int) -> tuple[int, i
     return 8 if wide else 4, programs, stages
 
 
+def fused_row_loop(
+    x: Matrices, source: str, width: int, itemsize: int
+) -> tuple[dict[str, int], int, int]:
+    """(options, programs on a multiprocessor, stages) of a loop over so many columns of rows that
+    the source makes: 16 warps on a multiprocessor, up to 32 columns a thread, in 128 registers."""
+    warps = min(16, max(4, width // 1024))
+    options = {"num_warps": warps} | ({"maxnreg": 128} if runs_ptx(x) else {})
+    programs, inputs = 16 // warps, {"rms": 1, "swiglu": 2, "swiglu_backward": 3}[source]
+    under_way = programs * width * itemsize * inputs
+    return options, programs, row_stages(x.device, under_way, 4)
+
+
 def row_stages(device: torch.device, row_bytes: int, wanted: int) -> int:
     """Stages of a loop over rows, of which ``row_bytes`` are under way at once in all programs of a
     multiprocessor: as many as its shared memory holds beside 4 KB for reductions, or one."""

@@ -42,6 +42,7 @@ from .launch import (
     MAX_ROW,
     Launch,
     Matrices,
+    fused_row_loop,
     kind,
     multiprocessors,
     row_loop,
@@ -378,11 +379,6 @@ class _Job(NamedTuple):
         """How many the results are; gradients that are joint are one."""
         return 1 if self.joint else self.halves
 
-    @property
-    def inputs(self) -> int:
-        """How many there are."""
-        return {"plain": 1, "swiglu": 2, "swiglu_backward": 3}[self.source]
-
 
 @functools.lru_cache(maxsize=1024)
 def _launches(job: _Job) -> tuple[_Measure | None, _Tiles]:
@@ -402,18 +398,15 @@ class _Measure:
         if row is not None and kind(row) == "vector":
             # The registers hold no rows of two results beside the maxima of their columns.
             self.row = "store" if x.k <= MAX_ROW and job.halves == 1 else "amax"
-        options = {}
-        if self.row == "store" and job.source == "plain":
-            options["num_warps"], together, stages = row_loop(x.device, width, job.dtype.itemsize)
+        itemsize = job.dtype.itemsize
+        width = width if self.row == "store" else min(_CHUNK, width)
+        if job.source != "plain":
+            options, together, stages = fused_row_loop(x, job.source, width, itemsize)
         else:
-            # Of fused sources as in fused_triton: 16 warps on a multiprocessor, in 128 registers.
-            width = width if self.row == "store" else min(_CHUNK, width)
-            options["num_warps"] = min(16, max(4, width // 1024))
-            together = 8 if job.source == "plain" else 16 // options["num_warps"]
-            under_way = together * width * job.dtype.itemsize * job.inputs
-            stages = row_stages(x.device, under_way, 3 if job.source == "plain" else 4)
-            if job.source != "plain" and runs_ptx(x):
-                options["maxnreg"] = 128
+            warps, together, stages = row_loop(x.device, width, itemsize)
+            if self.row != "store":
+                together, stages = 8, row_stages(x.device, 8 * width * itemsize, 3)
+            options = {"num_warps": warps}
         self.pieces = triton.cdiv(x.k, width)
         self.programs = triton.cdiv(together * processors, self.pieces)
         self.matrices, self.lines = job.matrices, self.programs + job.groups
