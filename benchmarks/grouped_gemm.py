@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from float8.kernels.quantize import quantize
 from float8.scaling import FULL, broadcast_scale, decode_scale
 
 from .casts import random_input
-from .gemm import MODES, ROUNDING, as_exact, exact
+from .gemm import MODES, ROUNDING, Mode, as_exact, exact
 from .grouped import group_ends
 from .layers import near
 from .registry import Bench, Call, Contender, Options, Outputs, Shape, named_shapes
@@ -55,64 +56,74 @@ def taken(table: Table, device: torch.device, a: Operand, b: Operand) -> list[st
     return [name for name, refuse in table.items() if refuse(profile, a, b) is None]
 
 
+class Rows(NamedTuple):
+    """Operands of a product of rows: x and w in bf16, a and b in FP8."""
+
+    mode: Mode
+    x_TK: Tensor
+    w_GNK: Tensor
+    a: Tensor
+    b_GNK: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    offs: Tensor
+
+    @staticmethod
+    def of(name: str, shape: Shape, device: torch.device) -> Rows:
+        mode, (t, n, k, g) = MODES[name], shape
+        x_TK, w_GNK = random_input((t, k), device), random_input((g * n, k), device).view(g, n, k)
+        fp8 = float8.format_for(device, "e4m3").dtype
+        a, scale_a = quantize(x_TK, mode.block_a, fp8, mode.scale_mode)
+        b, scale_b = quantize(w_GNK, (1, *mode.block_b), fp8, mode.scale_mode)
+        return Rows(mode, x_TK, w_GNK, a, b, scale_a, scale_b, group_ends(t, g, 16).to(device))
+
+    def operands(self) -> tuple[Operand, Operand]:
+        return (
+            Operand(self.a.dtype, self.mode.block_a, self.scale_a.dtype),
+            Operand(self.b_GNK.dtype, (1, *self.mode.block_b[::-1]), self.scale_b.dtype),
+        )
+
+    def product(self) -> Callable[[str], Outputs]:
+        """What multiplies them by the implementation of a name."""
+        left, right = (operand.block for operand in self.operands())
+        parts = self.a, self.b_GNK.mT, self.scale_a, self.scale_b.mT, self.offs, left, right
+        args = (*parts, torch.bfloat16, self.mode.fast_accum)
+        return lambda impl: (ops.grouped_mm(*args, impl),)
+
+
 def rows_contenders(name: str, shape: Shape, options: Options) -> dict[str, Contender]:
-    mode, (t, n, k, g), device = MODES[name], shape, options.device
-    x_TK, w_GNK = random_input((t, k), device), random_input((g * n, k), device).view(g, n, k)
-    ends = group_ends(t, g, 16)
-    offs, fp8 = ends.to(device), float8.format_for(device, "e4m3").dtype
-    a, scale_a = quantize(x_TK, mode.block_a, fp8, mode.scale_mode)
-    b, scale_b = quantize(w_GNK, (1, *mode.block_b), fp8, mode.scale_mode)
-    left = Operand(fp8, mode.block_a, scale_a.dtype)
-    right = Operand(fp8, (1, *mode.block_b[::-1]), scale_b.dtype)
-    args = (a, b.mT, scale_a, scale_b.mT, offs, left.block, right.block, torch.bfloat16)
-
-    def multiply(impl: str) -> Outputs:
-        return (ops.grouped_mm(*args, mode.fast_accum, impl),)
-
-    truth = torch.zeros(t, n, dtype=torch.float64, device=device)
-    for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
-        b_NK = exact(b[e], scale_b[e], mode.block_b)
-        part = scale_a if scale_a.shape[0] == 1 else scale_a[start:end]
-        truth[start:end] = exact(a[start:end], part, mode.block_a) @ b_NK.t()
+    x = Rows.of(name, shape, options.device)
+    truth = torch.zeros(shape[0], shape[1], dtype=torch.float64, device=options.device)
+    for e, (start, end) in enumerate(pairwise([0, *x.offs.tolist()])):
+        b_NK = exact(x.b_GNK[e], x.scale_b[e], x.mode.block_b)
+        part = x.scale_a if x.scale_a.shape[0] == 1 else x.scale_a[start:end]
+        truth[start:end] = exact(x.a[start:end], part, x.mode.block_a) @ b_NK.t()
     return contenders(
         truth,
-        lambda: (torch._grouped_mm(x_TK, w_GNK.mT, offs=offs),),
-        multiply,
-        taken(grouped.IMPLEMENTATIONS, device, left, right),
-        mode.fast_accum,
+        lambda: (torch._grouped_mm(x.x_TK, x.w_GNK.mT, offs=x.offs),),
+        x.product(),
+        taken(grouped.IMPLEMENTATIONS, options.device, *x.operands()),
+        x.mode.fast_accum,
         shape == SMOKE,
     )
 
 
 def empty_contenders(shape: Shape, options: Options) -> dict[str, Contender]:
     """A rowwise product, and the same with three more groups for each, that have no tokens."""
-    mode, (t, n, k, g), device = MODES["rowwise"], shape, options.device
-    x_TK, w_GNK = random_input((t, k), device), random_input((g * n, k), device).view(g, n, k)
-    offs, fp8 = group_ends(t, g, 16).to(device), float8.format_for(device, "e4m3").dtype
-    a, scale_a = ops.quantize(x_TK, mode.block_a, fp8, mode.scale_mode)
-    b, scale_b = ops.quantize(w_GNK, (1, *mode.block_b), fp8, mode.scale_mode)
-    blocks = mode.block_a, (1, *mode.block_b[::-1])
-    left, right = (
-        Operand(fp8, block, scale.dtype)
-        for block, scale in zip(blocks, (scale_a, scale_b), strict=True)
-    )
-    impl = grouped.select(device, left, right)
+    x = Rows.of("rowwise", shape, options.device)
+    impl = grouped.select(options.device, *x.operands())
+    alone: Call = partial(x.product(), impl)
+    fours = torch.arange(4 * len(x.offs), device=options.device) // 4
 
-    def product(b: Tensor, scale_b: Tensor, offs: Tensor) -> Call:
-        args = (a, b.mT, scale_a, scale_b.mT, offs, *blocks, torch.bfloat16, mode.fast_accum)
-        return lambda: (ops.grouped_mm(*args, impl),)
+    def among_empty_ones() -> Call:
+        b_GNK = x.b_GNK.view(torch.uint8)[fours].view(x.b_GNK.dtype)
+        more = x._replace(b_GNK=b_GNK, scale_b=x.scale_b[fours], offs=x.offs[fours])
+        return partial(more.product(), impl)
 
-    fours = torch.arange(4 * g, device=device) // 4
-    alone = product(b, scale_b, offs)
     check = partial(near, alone())
     return {
         "alone": Contender(lambda: alone, check, line=True),
-        "among empty ones": Contender(
-            lambda: product(b.view(torch.uint8)[fours].view(fp8), scale_b[fours], offs[fours]),
-            check,
-            ours=True,
-            line=True,
-        ),
+        "among empty ones": Contender(among_empty_ones, check, ours=True, line=True),
     }
 
 
