@@ -126,9 +126,11 @@ def grouped_contenders(
     block, mode, *_ = SCALINGS[name]
     plan = CastPlan(block, float8.format_for(options.device, "e4m3").dtype, mode)
     gate_up = random_input((tokens, 2 * hidden), options.device).chunk(2, 1)
-    grad = [random_input((tokens, hidden), options.device)] * (job.inputs - 2)
-    inputs, offs = [*grad, *gate_up], group_ends(tokens, groups).to(options.device)
-    args = (*inputs, offs, *([True] if grad else []), *plan, *plan)
+    offs = group_ends(tokens, groups).to(options.device)
+    inputs, joint = [*gate_up], []
+    if producer == "swiglu_backward":
+        inputs, joint = [random_input((tokens, hidden), options.device), *gate_up], [True]
+    args = (*inputs, offs, *joint, *plan, *plan)
     expected: Call = partial(getattr(fused_grouped, f"{producer}_quantize_grouped"), *args)
 
     def chain() -> Outputs:

@@ -49,7 +49,7 @@ _LIB.define("grouped_mm_hp(Tensor a, Tensor b, Tensor offs) -> Tensor")
 
 
 class GroupedProduct(NamedTuple):
-    """The arguments of ``grouped_mm`` and of ``grouped_wgrad``, in their order."""
+    """The arguments of ``grouped_mm`` and of ``grouped_wgrad`` (offs is offs_t there), in order."""
 
     a: Tensor
     b: Tensor
@@ -224,8 +224,8 @@ def _grouped_mm_reference(x: GroupedProduct) -> Tensor:
 
 
 def _check_takes(x: GroupedProduct, block_b: Block, table: dict[str, Refusal]) -> None:
-    """Raise ValueError unless the implementation takes such operands on their device, b in blocks
-    of (…, contraction, columns)."""
+    """Raise ValueError unless the implementation takes such operands on their device. ``block_b``
+    is (…, contraction, columns), which ``grouped_wgrad``'s is not."""
     left = Operand(x.a.dtype, x.block_a, x.scale_a.dtype)
     right = Operand(x.b.dtype, block_b, x.scale_b.dtype)
     select(x.a.device, left, right, x.impl, table)
