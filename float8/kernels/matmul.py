@@ -72,8 +72,7 @@ def contraction_error(a: Operand, b: Operand, k: int) -> str | None:
     if fmt_a.flavour != fmt_b.flavour:
         return (
             f"{fmt_a} times {fmt_b} mixes the {fmt_a.flavour} and {fmt_b.flavour} flavours, whose "
-            "bytes mean different "
-            "values; bring one over with float8.convert_format"
+            "bytes mean different values; bring one over with float8.convert_format"
         )
     inner_a, inner_b = (
         k if inner == FULL else min(inner, k) for inner in (a.block[-1], b.block[-2])
@@ -82,10 +81,9 @@ def contraction_error(a: Operand, b: Operand, k: int) -> str | None:
         return None
     return (
         f"the contraction of length {k} does not lie inside the same scale blocks of both "
-        "operands: the first has "
-        f"blocks {block_name(a.block)} and is contracted over its last dimension, the second "
-        f"{block_name(b.block)} over "
-        "its first; quantise both along the contraction, or multiply .dequantize() of one"
+        f"operands: the first has blocks {block_name(a.block)} and is contracted over its last "
+        f"dimension, the second {block_name(b.block)} over its first; quantise both along the "
+        "contraction, or multiply .dequantize() of one"
     )
 
 
