@@ -124,9 +124,9 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     Results are the same bits as without. A weight that changes meanwhile makes the next forward
-    raise RuntimeError; where compiled code cannot tell (a layer's weight that something else than
-    an optimiser of torch has changed), the end of the block does. A change in place through
-    ``weight.data``, as ``weight.data.mul_(2)``, cannot be seen.
+    raise RuntimeError; where compiled code cannot tell (it has changed the weight itself, or a
+    layer's weight was changed by something else than an optimiser of torch), the end of the block
+    does. A change in place through ``weight.data``, as ``weight.data.mul_(2)``, cannot be seen.
 
     Of a Float8Weight, such as a stack of experts, the copies serve products with it, with its
     transpose and with one matrix of either. Other views (``chunk``) and what ``.to(dtype)`` makes
@@ -150,13 +150,12 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
             if key not in made:
                 made[key] = CachedWeight.of(layer.weight, layer.recipe)
             layer.cached = made[key]
-        of_layers = list(made.values())
         for w in weights:
             cached = made[id(w), w.recipe] = CachedWeight(w, w.recipe)
             w.copies, w.record.cached = Copies(cached, _copies(w)), cached
         yield
         if not any(cached.stale for cached in made.values()):  # else it has been said
-            if (changed := next((c for c in of_layers if c.has_changed()), None)) is not None:
+            if (changed := next((c for c in made.values() if c.has_changed()), None)) is not None:
                 _raise_changed(changed.weight)
     finally:
         watching.remove()
@@ -164,6 +163,8 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
             holder.__dict__.pop("cached", None)
         for w in weights:
             w.__dict__.pop("copies", None)
+        for cached in made.values():
+            vars(cached).clear()  # compiled code keeps it, and would keep the weight
 
 
 def _find(model: nn.Module) -> tuple[list[Float8Linear], list[Float8Weight]]:

@@ -344,7 +344,7 @@ def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
             return None
         parts = tuple(parts[i ^ 1] for i in range(len(parts)))
     # A matrix of a stack whose matrices are one (stride 0) starts where the stack does.
-    e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), whole.stride(0) or 1)
+    e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), int(whole.stride(0)) or 1)
     if rest or not 0 <= e < (len(whole) if lead else 1):
         return None
     return Copies(w.copies.made, tuple(_matrix(part, e) for part in parts) if lead else parts)
@@ -726,9 +726,11 @@ class _Given:
 
 # torch.compile runs the hooks of the module that it is called with outside of its graph, each as
 # one of its own unless it is told not to; hooks of modules inside become part of theirs as ever.
-_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-for _hook in (_Given.wrap, _Given.give_back):
-    eval_frame.set_code_exec_strategy(_hook.__code__, _SKIP)
+# After a graph break it takes views of weights anew, and a graph of that would take them anew too.
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_torch_function: Any = Float8Weight.__torch_function__
+for _outside in (_Given.wrap, _Given.give_back, _torch_function.__func__):
+    eval_frame.set_code_exec_strategy(_outside.__code__, _SKIP)
 
 
 def _given(module: nn.Module) -> _Given | None:

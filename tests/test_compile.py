@@ -9,6 +9,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -561,6 +563,65 @@ def test_no_graph_multiplies_copies_of_old_weights(
                 with pytest.raises(RuntimeError, match=CHANGING):
                     stack.close()
     assert_all_same(step(model, x, call), step(model, x))
+
+
+@pytest.mark.parametrize("way", ["linear", "grouped", "bmm mT"])
+def test_the_end_of_the_block_sees_what_a_graph_changed_itself(way: str) -> None:
+    model = mlp() if way == "linear" else Stack(way)
+    if way != "linear":
+        float8.convert(model)
+    weight = model[0].weight if way == "linear" else model.w
+
+    def update(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight.mul_(0.5)
+        return model(x)
+
+    x = torch.randn(48, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=CHANGING), float8.cached_weights(model):
+        compiled(update)(x)
+
+
+def test_compiled_code_keeps_no_weight_that_was_cached() -> None:
+    model = Stack("grouped mT")
+    float8.convert(model)
+    call, x = compiled(model), torch.randn(48, 64, dtype=torch.bfloat16)
+    with float8.cached_weights(model):
+        step(model, x, call)
+    kept = weakref.ref(model.w)
+    del model, call
+    gc.collect()
+    assert kept() is None
+
+
+def test_views_of_cached_weights_of_dynamic_sizes() -> None:
+    model, x = Stack("bmm mT"), torch.randn(48, 64, dtype=torch.bfloat16)
+    float8.convert(model)
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return torch.bmm(x.unflatten(0, (4, 12)), w.mT) + x[:12] @ w[2].t()
+
+    call = compiled(product, dynamic=True)
+    for context in (float8.cached_weights(model), nullcontext()):
+        with context:
+            w = model.w.detach()
+            assert_same_bytes(call(x, w), product(x, w))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+def test_graph_breaks_between_a_view_and_its_product(cached: bool) -> None:
+    model, x = Stack("bmm mT"), torch.randn(48, 64, dtype=torch.bfloat16)
+    float8.convert(model)
+
+    def broken(x: Tensor) -> Tensor:
+        w, first = model.w.mT, model.w[0]
+        torch._dynamo.graph_break()
+        return torch.bmm(x.unflatten(0, (4, 12)), w) + F.linear(x, first).unflatten(0, (4, 12))
+
+    expected = broken(x)
+    with float8.cached_weights(model) if cached else nullcontext():
+        assert_same_bytes(torch.compile(broken, backend="aot_eager")(x), expected)
 
 
 def test_copies_are_of_the_device_that_was_assumed() -> None:

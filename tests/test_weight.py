@@ -1221,6 +1221,27 @@ def test_functional_call(form: str, compiled: bool) -> None:
     assert_same_bytes(layer(x), float8.linear(x, inner(layer), recipe=MXFP8))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_functional_call_of_a_compiled_module(requires_grad: bool) -> None:
+    """Hooks of the module that is compiled run outside of its graph."""
+    layer, x = wrapped(), torch.randn(6, 32, dtype=BF16)
+    value = torch.randn(64, 32, dtype=BF16, requires_grad=requires_grad)
+    expected, own = float8.linear(x, value), layer(x)
+    torch._dynamo.reset()
+    module = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    model = nn.Sequential(nn.Identity(), module)
+    for _ in range(2):
+        y = torch.func.functional_call(module, {"_orig_mod.weight": value}, (x,))
+        assert_same_bytes(y, expected)
+        y = torch.func.functional_call(model, {"1._orig_mod.weight": value}, (x,))
+        assert_same_bytes(y, expected)
+        assert_same_bytes(model(x), own)
+    if requires_grad:
+        y.sum().backward()
+        assert type(value.grad) is Tensor and layer.weight.grad is None
+
+
 def test_functional_call_of_a_forward_that_fails_or_calls_itself() -> None:
     layer, x = wrapped(), torch.randn(6, 32, dtype=BF16)
     weight, state = layer.weight, {"weight": torch.randn(64, 32, dtype=BF16)}
