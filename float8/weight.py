@@ -27,7 +27,7 @@ from .devices import assumed_device
 from .grouped import grouped_plans, run_grouped_mm
 from .linear import Cached, run_linear
 from .recipe import ROWWISE, Cast, Gemm, Plans, Recipe, check_recipe
-from .tensor import Float8TrainingTensor
+from .tensor import Float8TrainingTensor, refuse_functorch
 
 aten = torch.ops.aten
 
@@ -399,16 +399,10 @@ class _Plain(torch.autograd.Function):
 
 class _Weight(torch.autograd.Function):
     @staticmethod
-    def forward(t: Tensor, recipe: Recipe, record: _Record) -> Tensor:
-        if isinstance(t, Float8Weight):  # under functorch
-            return t
+    def forward(ctx: Any, t: Tensor, recipe: Recipe, record: _Record) -> Tensor:
         w = Float8Weight(t, recipe)
         w.record = record
         return w
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """As of _Plain."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -714,6 +708,7 @@ class _Given:
             p = module._parameters.get(name)
             if isinstance(p, Float8Weight) or p is None or is_traceable_wrapper_subclass(p):
                 continue  # that of a DTensor has a Float8Weight inside, or another's shards
+            refuse_functorch("a module with a Float8Weight", "float8.revert(model) first")
             given[name] = p
             module._parameters[name] = _Weight.apply(p, recipe, record)  # type: ignore[no-untyped-call]
         if given or self.given:

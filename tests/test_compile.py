@@ -578,6 +578,10 @@ def test_the_end_of_the_block_sees_what_a_graph_changed_itself(way: str) -> None
         return model(x)
 
     x = torch.randn(48, 64, dtype=torch.bfloat16)
+    if way != "linear" and torch.__version__ < "2.12":  # it writes to no weight with copies
+        with pytest.raises(StopIteration), float8.cached_weights(model):
+            compiled(update)(x)
+        return
     with pytest.raises(RuntimeError, match=CHANGING), float8.cached_weights(model):
         compiled(update)(x)
 

@@ -1275,6 +1275,12 @@ def test_functorch_is_refused() -> None:
     weights = {"weight": layer.weight.detach(), "bias": layer.bias.detach()}
     loss = lambda w: torch.func.functional_call(layer, w, (x,)).sum()  # noqa: E731
     assert "torch.func" in error(lambda: torch.func.grad(loss)(weights))
+    plain = {name: t.detach() for name, t in layer.state_dict().items()}
+    assert "torch.func.grad, vmap" in error(lambda: torch.func.grad(loss)(plain))
+    samples = torch.func.vmap(lambda w, _: loss(w), in_dims=(None, 0))
+    assert "torch.func.grad, vmap" in error(lambda: samples(plain, x))
+    several = {name: t.expand(2, *t.shape) for name, t in plain.items()}
+    assert "torch.func.grad, vmap" in error(lambda: torch.func.vmap(loss)(several))
 
 
 def test_moving_averages_and_vectors_of_parameters() -> None:
