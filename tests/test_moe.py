@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from process_group import one_process_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -396,8 +397,7 @@ def test_fully_sharded() -> None:
 
     moe, x = layer(ROWWISE, shared_hidden=32), torch.randn(20, D)
     expected = step(moe, x)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process_group():
         mesh = init_device_mesh("cpu", (1,))
         fully_shard(moe.experts, mesh=mesh)
         fully_shard(moe, mesh=mesh)
@@ -405,8 +405,6 @@ def test_fully_sharded() -> None:
         (y.square().sum() + balance).backward()
         grads = [p.grad.to_local() for p in moe.parameters()]  # type: ignore[union-attr]
         assert_all_same([y.detach(), *grads], [expected[0], *expected[3:]])
-    finally:
-        dist.destroy_process_group()
 
 
 def test_on_the_meta_device() -> None:
