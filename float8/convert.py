@@ -54,7 +54,7 @@ from .sites import (
     float8_weight,
     title,
 )
-from .weight import Float8Weight, unwrap_parameter, wrap_parameter
+from .weight import Float8Weight, given_as, unwrap_parameter, wrap_parameter
 
 RecipeMap = Mapping[str, Recipe | None]
 Experts = Recipe | Literal["auto", False]
@@ -493,8 +493,8 @@ def summary(model: nn.Module) -> Summary:
             note = "overridden: something computes another weight from it, in high precision"
             layers.append(Layer(site.name, shape, None, None, note))
             continue
-        wrapped = float8_weight(weight)
-        holder: Any = site.module if wrapped is None else wrapped
+        given, wrapped = given_as(site.module, site.parameter), float8_weight(weight)
+        holder: Any = wrapped if wrapped is not None else given[1] if given else site.module
         advice = "" if weight is None else _advice(shape, recipe, weight.device)
         note = "; ".join(filter(None, (mlps.get(site.module, ""), advice)))
         layers.append(Layer(site.name, shape, recipe.name, holder.last_run, note))

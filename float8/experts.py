@@ -31,11 +31,11 @@ from .grouped import (
     stack_for_dgrad,
     stack_layouts,
 )
-from .kernels import fused as _fused  # noqa: F401 (registers)
-from .kernels import fused_grouped as _fused_grouped  # noqa: F401
+from .kernels import fused_grouped as _fused_grouped  # noqa: F401 (registers)
+from .kernels.fused import swiglu_backward
 from .kernels.quantize import CastPlan
 from .linear import Cached, Parts, kept_whole, refuse_second_derivative
-from .mlp import settings, silu_times, silu_times_backward
+from .mlp import settings, silu_times
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
 
@@ -167,7 +167,7 @@ def _cast_gradients(
     gate, up = halves(products)
     joint = len(products) == 1
     if cast_t is None and joint:
-        return [cast_groups(torch.cat(silu_times_backward(gh, gate, up), -1), offs, cast, None)]
+        return [cast_groups(torch.cat(swiglu_backward(gh, gate, up), -1), offs, cast, None)]
     if cast_t is None:
         data, scale, _, _ = torch.ops.float8.swiglu_backward_quantize(
             gh, gate, up, *settings(cast), *settings(None)

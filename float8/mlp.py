@@ -276,9 +276,6 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     return product
 
 
-silu_times_backward = swiglu_backward
-
-
 class SwiGLU(nn.Module):
     """``down_proj(silu(gate_proj(z)) * up_proj(z))`` with z = norm(x) if there is a norm, else x:
     three ``Float8Linear``s without bias, run as one by ``swiglu_mlp``. Its parameters are plain,

@@ -23,7 +23,7 @@ from .linear import Float8Linear
 from .mlp import SwiGLU
 from .recipe import Recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
-from .weight import Float8Weight
+from .weight import Float8Weight, given_as
 
 Kind = Literal["linear", "experts", "unknown"]
 
@@ -77,8 +77,10 @@ class Site:
         """The recipe of a converted place; None where it is in high precision."""
         if isinstance(self.module, Float8Linear) and self.kind == "linear":
             return self.module.recipe
-        weight = float8_weight(self.module._parameters.get(self.parameter))
-        return None if weight is None else weight.recipe
+        if (weight := float8_weight(self.module._parameters.get(self.parameter))) is not None:
+            return weight.recipe
+        given = given_as(self.module, self.parameter)
+        return None if given is None else given[0]
 
     @property
     def overridden(self) -> bool:

@@ -734,6 +734,12 @@ def _given(module: nn.Module) -> _Given | None:
     return next((given for given in hooks if isinstance(given, _Given)), None)
 
 
+def given_as(module: nn.Module, name: str) -> tuple[Recipe, _Record] | None:
+    """By what a plain parameter that took a wrapped one's place multiplies; None where none did."""
+    given = _given(module) if module._parameters.get(name) is not None else None
+    return None if given is None else given.weights.get(name)
+
+
 def _swap(p: nn.Parameter, content: Tensor) -> None:
     new = nn.Parameter(content, p.requires_grad)
     new.grad = p.grad

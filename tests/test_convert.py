@@ -11,8 +11,8 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from process_group import one_process_group
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -617,6 +618,20 @@ def test_summary_of_weights_that_were_taken_over(how: str) -> None:
     assert notes == {"overridden: something computes another weight from it, in high precision"}
 
 
+def test_a_matrix_that_took_a_converted_ones_place_is_one_too() -> None:
+    model, x = Experts(), torch.randn(64, 32)
+    plain = copy.deepcopy(model)
+    convert(model)
+    for each in (model, plain):
+        each.w1 = nn.Parameter(torch.arange(4 * 32 * 64.0).view(4, 32, 64).sin())
+    assert not torch.equal(model(x), plain(x))
+    found = {layer.name: (layer.recipe, layer.last_run) for layer in summary(model).layers}
+    assert found["w1"] == found["w2"] == ("rowwise", ("torch",) * 3)
+    revert(model)
+    assert torch.equal(model(x), plain(x))
+    assert not any(layer.recipe for layer in summary(model).layers)
+
+
 def test_summary_without_layers() -> None:
     assert_expected_inline(
         str(summary(nn.ReLU())),
@@ -893,15 +908,6 @@ def test_adapters_around_layers(order: str, recipe: Recipe) -> None:
     assert losses[2] < losses[0]
     assert model[2].base_layer.weight.grad is None
     assert model[2].lora_B.weight.grad.abs().sum() > 0
-
-
-@contextmanager
-def one_process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")

@@ -579,7 +579,7 @@ def test_cached_weights_of_one_matrix_for_all_experts() -> None:
         assert_same_bytes(model(x, offs), y)
 
 
-def test_compiled_code_keeps_no_copies() -> None:
+def test_compiled_code_has_copies_within_the_block_and_casts_after_it() -> None:
     model = Stacks("grouped mT")
     float8.convert(model)
     x, offs = torch.randn(72, 64, dtype=torch.bfloat16), ends([16, 0, 31, 25])
