@@ -19,14 +19,7 @@ from torch import Tensor
 from ..scaling import Block, scale_layout
 from .fused import check_same, swiglu, swiglu_backward
 from .quantize import CastPlan, triton_refusal
-from .quantize_grouped import (
-    Outputs,
-    check_grouped,
-    empty_columns,
-    empty_rows,
-    join,
-    no_rows,
-)
+from .quantize_grouped import Outputs, check_grouped, empty_outputs, join, no_rows
 
 _CASTS = (
     "int[]? block, ScalarType? dtype, str? scale_mode, "
@@ -171,7 +164,7 @@ def _launch(
 def _fake_swiglu_quantize_grouped(gate: Tensor, up: Tensor, offs: Tensor, *casts: Any) -> Outputs:
     row, col = check_grouped(gate, offs, *casts)
     check_same(gate=gate, up=up)
-    return _empty(gate, gate.shape, offs, row, col)
+    return empty_outputs(gate, gate.shape, offs, row, col)
 
 
 def _fake_swiglu_backward_quantize_grouped(
@@ -180,14 +173,7 @@ def _fake_swiglu_backward_quantize_grouped(
     row, col = check_grouped(gate, offs, *casts)
     check_same(grad=grad, gate=gate, up=up)
     t, f = gate.shape
-    return _empty(gate, (t, 2 * f) if joint else (2, t, f), offs, row, col)
-
-
-def _empty(
-    x: Tensor, shape: tuple[int, ...], offs: Tensor, row: CastPlan | None, col: CastPlan
-) -> Outputs:
-    rows = no_rows(x) if row is None else empty_rows(x, shape, row)
-    return (*rows, *empty_columns(x, shape, offs.shape[0], col))
+    return empty_outputs(gate, (t, 2 * f) if joint else (2, t, f), offs, row, col)
 
 
 for _name, _reference, _gpu, _fake in (

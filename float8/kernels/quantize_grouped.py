@@ -16,6 +16,7 @@ so that no size waits for the device.
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -174,7 +175,7 @@ def empty_rows(x: Tensor, shape: tuple[int, ...], row: CastPlan) -> tuple[Tensor
 def empty_columns(
     x: Tensor, shape: tuple[int, ...], groups: int, col: CastPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """data_t, scale_t and offs_t of such, unwritten."""
+    """data_t, scale_t and offs_t of it, unwritten."""
     (*lead, tokens, features), (height, width) = shape, col.block
     padded, lines = padded_tokens(tokens, groups), num_blocks(features, height)
     blocks = (groups, lines) if width == FULL else (lines, padded // width)
@@ -193,20 +194,19 @@ def no_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(0), x.new_empty(0)
 
 
-def _quantize_grouped_gpu(
-    x: Tensor,
-    offs: Tensor,
-    block: Block | None,
-    dtype: torch.dtype | None,
-    scale_mode: str | None,
-    block_t: Block,
-    dtype_t: torch.dtype,
-    scale_mode_t: str,
+def empty_outputs(
+    x: Tensor, shape: tuple[int, ...], offs: Tensor, row: CastPlan | None, col: CastPlan
 ) -> Outputs:
-    args = (block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
-    row, col = check_grouped(x, offs, *args)
+    """What the op returns of a matrix of ``shape`` on x's device, or of each of a stack,
+    unwritten."""
+    rows = no_rows(x) if row is None else empty_rows(x, shape, row)
+    return (*rows, *empty_columns(x, shape, offs.shape[0], col))
+
+
+def _quantize_grouped_gpu(x: Tensor, offs: Tensor, *casts: Any) -> Outputs:
+    row, col = check_grouped(x, offs, *casts)
     if triton_refusal(x, col) is not None:
-        return quantize_grouped(x, offs, *args)
+        return quantize_grouped(x, offs, *casts)
     from .quantize_grouped_triton import quantize_groups
 
     alike = row is not None and triton_refusal(x, row) is None
@@ -216,19 +216,8 @@ def _quantize_grouped_gpu(
     return (*rows, *columns)
 
 
-def _fake_quantize_grouped(
-    x: Tensor,
-    offs: Tensor,
-    block: Block | None,
-    dtype: torch.dtype | None,
-    scale_mode: str | None,
-    block_t: Block,
-    dtype_t: torch.dtype,
-    scale_mode_t: str,
-) -> Outputs:
-    row, col = check_grouped(x, offs, block, dtype, scale_mode, block_t, dtype_t, scale_mode_t)
-    rows = no_rows(x) if row is None else empty_rows(x, x.shape, row)
-    return (*rows, *empty_columns(x, x.shape, offs.shape[0], col))
+def _fake_quantize_grouped(x: Tensor, offs: Tensor, *casts: Any) -> Outputs:
+    return empty_outputs(x, x.shape, offs, *check_grouped(x, offs, *casts))
 
 
 _LIB.impl("quantize_grouped", quantize_grouped, "CPU")
