@@ -83,6 +83,20 @@ def near_bytes(expected: Callable[[], Outputs], call: Call) -> str | None:
     return None
 
 
+def contenders(
+    ours: Call, expected: Call, chain: Call, expected_of_chain: Call, options: Options
+) -> dict[str, Contender]:
+    """Our op, and a chain of a producer and casts."""
+    # Op by op, bf16 rounds in between; a row's scale that moves takes many of its bytes along.
+    check = partial(same_job, expected_of_chain, tolerance=0.2)
+    found = {
+        "float8": Contender(lambda: ours, partial(near_bytes, expected), ours=True, line=True),
+        "compiled": Contender(lambda: compiled(chain), check),
+        "eager": Contender(lambda: chain, check),
+    }
+    return found | ({"torchao": Contender(peers.absent, check)} if options.peer else {})
+
+
 def fused_contenders(
     producer: str, name: str, shape: Shape, options: Options
 ) -> dict[str, Contender]:
@@ -108,15 +122,8 @@ def fused_contenders(
             return layouts
         return tuple(part[i] for i in range(job.results) for part in layouts)
 
-    # Op by op, bf16 rounds in between; a row's scale that moves takes many of its bytes along.
-    check = partial(same_job, apart, tolerance=0.2)
     ours: Call = partial(getattr(torch.ops.float8, f"{producer}_quantize"), *args)
-    found = {
-        "float8": Contender(lambda: ours, partial(near_bytes, expected), ours=True, line=True),
-        "compiled": Contender(lambda: compiled(chain), check),
-        "eager": Contender(lambda: chain, check),
-    }
-    return found | ({"torchao": Contender(peers.absent, check)} if options.peer else {})
+    return contenders(ours, expected, chain, apart, options)
 
 
 def grouped_contenders(
@@ -137,14 +144,8 @@ def grouped_contenders(
         result = torch.cat(job.torch(*inputs), 1)
         return tuple(torch.ops.float8.quantize_grouped(result, offs, *plan, *plan))
 
-    check = partial(same_job, expected, tolerance=0.2)
     ours: Call = partial(getattr(torch.ops.float8, f"{producer}_quantize_grouped"), *args)
-    found = {
-        "float8": Contender(lambda: ours, partial(near_bytes, expected), ours=True, line=True),
-        "compiled": Contender(lambda: compiled(chain), check),
-        "eager": Contender(lambda: chain, check),
-    }
-    return found | ({"torchao": Contender(peers.absent, check)} if options.peer else {})
+    return contenders(ours, expected, chain, expected, options)
 
 
 def fused_bytes(producer: str, name: str, shape: Shape) -> int:

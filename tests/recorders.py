@@ -1,6 +1,11 @@
-"""What a call does, written down: which ops of ours run, what kernels are compiled for."""
+"""What a call does, written down: which ops of ours run, what kernels are compiled for, and to what
+machine code for a GPU that is not here."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,3 +58,11 @@ def specialisations(
     for name, keys in seen.items():
         monkeypatch.setattr(module, name, _Kernel(getattr(module, name), keys))
     return seen
+
+
+def machine_code(program: str, *arguments: str) -> list[dict[str, Any]]:
+    """What a program of this folder finds in the machine code of each kernel that it compiles."""
+    command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from recorders import machine_code
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -359,11 +356,7 @@ def test_the_sigmoid_of_the_kernels() -> None:
 def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: wide accesses, hardware conversions, nothing in scratch,
     no fence around the atomics."""
-    program = Path(__file__).with_name("cross_compile.py")
-    command = [sys.executable, str(program), "--fused", target]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    found = machine_code("cross_compile.py", "--fused", target)
     assert {k["kernel"] for k in found} == {"tile_kernel", "row_kernel", "column_kernel"}
     for kernel in found:
         assert kernel["scratch"] == 0, kernel

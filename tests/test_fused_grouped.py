@@ -10,19 +10,15 @@ Letters: T tokens, F hidden features, G groups.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from recorders import specialisations
+from recorders import machine_code, specialisations
 from test_fused import exact, quiet, stride, triton
 from test_quantize_grouped import GROUPS, NONE, assert_same, draw, ends, plan
 from torch import Tensor
@@ -430,11 +426,7 @@ the cast of rows has block=[1, -1], dtype=None, scale_mode=None; give all three,
 def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: wide accesses, hardware conversions, nothing in scratch,
     no fence around the atomics."""
-    program = Path(__file__).with_name("cross_compile.py")
-    command = [sys.executable, str(program), "--fused-grouped", target]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    found = machine_code("cross_compile.py", "--fused-grouped", target)
     assert {k["kernel"] for k in found} == {
         "group_tile_kernel", "group_rows_kernel", "group_amax_kernel"
     }  # fmt: skip

@@ -6,16 +6,14 @@ Shape letters: M rows of a, N rows of b, K the contraction.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from recorders import machine_code
 from torch import Tensor
 
 from float8 import E4M3FN, E4M3FNUZ, E5M2, FULL
@@ -364,10 +362,7 @@ def test_a_gluon_with_other_names_is_refused(
 def test_machine_code() -> None:
     """Compiled for sm_90, which need not be here: FP8 matrix products of 64 x 128, TMA, registers
     moved to the warpgroups that multiply; nothing spilled, nothing made to wait, and it fits."""
-    program = Path(__file__).with_name("cross_compile_hopper.py")
-    run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = machine_code("cross_compile_hopper.py")
     assert {kernel["mode"] for kernel in kernels} == set(BLOCKS)
     assert {kernel["groups"] for kernel in kernels} == {"none", "rows", "columns"}
     for kernel in kernels:

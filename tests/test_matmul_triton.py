@@ -7,15 +7,12 @@ have it. Shape letters: M rows of a, N columns of b, K the contraction.
 
 import contextlib
 import itertools
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from recorders import machine_code
 from test_matmul import (
     FN,
     FNUZ,
@@ -489,10 +486,7 @@ def test_the_device_of_the_operands_need_not_be_the_current_one() -> None:
 def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: all products are of FP8, those of MX with scales where
     the hardware has that; nothing is spilled; tiles fit into shared memory."""
-    program = Path(__file__).with_name("cross_compile_matmul.py")
-    done = subprocess.run([sys.executable, str(program), target], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = machine_code("cross_compile_matmul.py", target)
     assert len(kernels) == 15
     for kernel in kernels:
         scaled = kernel["mode"].startswith("mx") and target in ("sm_100", "gfx950")

@@ -6,17 +6,14 @@ Letters: T tokens, k experts for each, E experts, H features, R rows sorted by e
 """
 
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recorders import specialisations
+from recorders import machine_code, specialisations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -957,10 +954,7 @@ def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: rows move by 16 bytes, nothing is in scratch, no fences,
     and atomics in the shared memory of a count alone."""
     pytest.importorskip("triton")
-    program = Path(__file__).with_name("cross_compile_permute.py")
-    run = subprocess.run([sys.executable, str(program), target], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    found = machine_code("cross_compile_permute.py", target)
     assert {k["kernel"] for k in found} == {
         "rank_kernel", "scan_kernel", "place_kernel", "permute_kernel", "unpermute_kernel",
         "unpermute_backward_kernel",

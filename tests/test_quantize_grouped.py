@@ -5,17 +5,14 @@ Letters: T tokens, K features, G groups, P columns of the column layout.
 """
 
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recorders import specialisations
+from recorders import machine_code, specialisations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -519,11 +516,7 @@ def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: wide accesses, hardware conversions, nothing in scratch,
     no fences."""
     pytest.importorskip("triton")
-    program = Path(__file__).with_name("cross_compile.py")
-    command = [sys.executable, str(program), "--grouped", target]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = machine_code("cross_compile.py", "--grouped", target)
     assert {k["kernel"] for k in kernels} == {
         "group_tile_kernel", "group_rows_kernel", "group_amax_kernel"
     }  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorders import machine_code
 from torch import Tensor
 
 from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ
@@ -227,10 +228,7 @@ def test_screen_for_lost_bytes_sees_them() -> None:
 def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: wide accesses, hardware conversions, nothing in scratch,
     no fence around the atomics."""
-    program = Path(__file__).with_name("cross_compile.py")
-    run = subprocess.run([sys.executable, str(program), target], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = machine_code("cross_compile.py", target)
     assert {k["kernel"] for k in kernels} == {
         "tile_kernel", "row_kernel", "column_kernel", "amax_kernel"
     }  # fmt: skip
