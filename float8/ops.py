@@ -24,6 +24,7 @@ dequantize = torch.ops.float8.dequantize
 scaled_mm = torch.ops.float8.scaled_mm
 grouped_mm = torch.ops.float8.grouped_mm
 grouped_wgrad = torch.ops.float8.grouped_wgrad
+grouped_wgrad_add_ = torch.ops.float8.grouped_wgrad_add_
 grouped_mm_hp = torch.ops.float8.grouped_mm_hp
 rms_norm_quantize = torch.ops.float8.rms_norm_quantize
 swiglu_quantize = torch.ops.float8.swiglu_quantize

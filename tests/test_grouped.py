@@ -658,6 +658,11 @@ def columns_args(recipe: Recipe) -> tuple[Any, ...]:
     return (a, b, scale_a, scale_b, offs_t, *blocks, torch.float16, False, "torch")
 
 
+def added_args(recipe: Recipe) -> tuple[Any, ...]:
+    *args, _, fast, impl = columns_args(recipe)
+    return (torch.randn(3, 24, 40).half(), *args, fast, impl)
+
+
 FP8_RECIPES = [TENSORWISE, ROWWISE, BLOCKWISE, MXFP8]
 
 
@@ -666,16 +671,17 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     return [
         *((ops.grouped_mm.default, rows_args(recipe)) for recipe in FP8_RECIPES),
         *((ops.grouped_wgrad.default, columns_args(recipe)) for recipe in FP8_RECIPES),
+        *((ops.grouped_wgrad_add_.default, added_args(recipe)) for recipe in FP8_RECIPES),
         (ops.grouped_mm_hp.default, (x, w.mT, offs)),
         (ops.grouped_mm_hp.default, (g.t(), x, offs)),
     ]
 
 
-def facts(t: Tensor) -> object:
-    return t.shape, t.dtype, t.stride()
+def facts(t: Tensor | None) -> object:
+    return None if t is None else (t.shape, t.dtype, t.stride())
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(14))
 def test_ops(index: int) -> None:
     op, args = calls()[index]
     # test_schema compares the inputs by arithmetic that torch does not have on FP8.
@@ -691,7 +697,8 @@ def test_ops(index: int) -> None:
 
 def test_what_the_references_refuse_fake_tensors_refuse() -> None:
     """All but the values in offs; texts are in docs/refusals.md."""
-    rows, columns = rows_args(ROWWISE), columns_args(ROWWISE)
+    rows, columns, added = rows_args(ROWWISE), columns_args(ROWWISE), added_args(ROWWISE)
+    out = added[0]
     wrong = [
         *((ops.grouped_mm, rows, at, bad) for at, bad in (
             (0, rows[0][0]), (0, rows[0][:, 1:]), (1, rows[1][0]), (2, rows[2].half()),
@@ -705,15 +712,42 @@ def test_what_the_references_refuse_fake_tensors_refuse() -> None:
             (3, columns[3][0]), (4, columns[4].long()), (4, columns[4][None]), (4, columns[4][:0]),
             (5, (FULL,)), (5, (1, 8)), (6, (0, FULL)), (7, torch.int8), (9, "torch_grouped"),
         )),
+        *((ops.grouped_wgrad_add_, added, at, bad) for at, bad in (
+            (0, out.double()), (0, out[1:]), (0, out.mT), (0, out.mT.contiguous().mT), (0, out[0]),
+            (1, added[1][:, 1:]), (3, added[3].half()), (9, "torch_grouped"),
+        )),
     ]  # fmt: skip
     for op, args, at, bad in wrong:
         for device in ("cpu", "meta"):
             called = [*args[:at], bad, *args[at + 1 :]]
             with pytest.raises(ValueError):
                 op(*(t.to(device) if isinstance(t, Tensor) else t for t in called))
+    with pytest.raises(ValueError, match="and cpu; move them to one device"):
+        ops.grouped_wgrad_add_(out.to("meta"), *added[1:])
     for op, args in ((ops.grouped_mm, rows), (ops.grouped_wgrad, columns)):
         with pytest.raises(ValueError, match="and meta; move them to one device"):
             op(*args[:4], args[4].to("meta"), *args[5:])
+
+
+@every
+def test_products_added_in_compiled_code(recipe: Recipe) -> None:
+    """In place, in one graph."""
+    if recipe.wgrad is None:
+        return
+    out, *args = added_args(recipe)
+
+    def add(out: Tensor, *args: Any) -> Tensor:
+        ops.grouped_wgrad_add_(out, *args)
+        ops.grouped_wgrad_add_(out, *args)
+        return out.float() * 2
+
+    outs = [out.float(), out.float()]
+    plain = add(outs[0], *args)
+    call = torch.compile(add, backend="aot_eager", fullgraph=True)
+    assert_same_bytes(call(outs[1], *args), plain)
+    assert_same_bytes(outs[1], outs[0])
+    product = ops.grouped_wgrad(*args[:-2], torch.float32, *args[-2:])
+    assert_same_bytes(outs[0], out.float() + product + product)
 
 
 # ---- who multiplies ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ columns of a column layout. What is of no group, and matrices of groups without 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -221,6 +222,20 @@ class Kernel(NamedTuple):
             with emulated(matmul_hopper_triton, "matmul_kernel", seed):
                 return run(*args)
 
+    def add(self, out: Tensor, x: Problem, fast: bool = False) -> None:
+        """Through the op, which is to take the CPU for what the kernel runs on."""
+        args = (out, *x[:5], *x.mode[:2], fast, self.name)
+        profile = describe(self.arch)
+        with deterministic(), contextlib.ExitStack() as stack:
+            if self.device == "cpu":
+                for module in (grouped, grouped_triton):
+                    stack.enter_context(
+                        mock.patch.object(module, "device_profile", lambda device: profile)
+                    )
+                if self.name == "hopper":
+                    stack.enter_context(emulated(matmul_hopper_triton, "matmul_kernel", 0))
+            float8.ops.grouped_wgrad_add_(*args)
+
     def formats(self, *formats: Float8Format) -> tuple[Float8Format, ...]:
         """These, in the flavour of the device."""
         fnuz = {E4M3FN: E4M3FNUZ, E5M2: E5M2FNUZ}
@@ -422,6 +437,32 @@ def test_products_are_added_to_what_is_there(mode: Mode, kernel: Kernel) -> None
         assert kernel(x, out_dtype, out=out) is out
         assert_products(out, x, added=before.double())
         assert_same_bytes(out[1], before[1])
+
+
+@each
+@each_columns
+def test_the_op_adds_products_to_what_is_there(mode: Mode, kernel: Kernel) -> None:
+    """The same bytes each time, which autograd sees."""
+    for n, out_dtype in ((272, FP32), (300, BF16), (301, FP16)):
+        x = kernel.columns([70, 0, 129, 3], 9, 144, n, mode)
+        out = torch.randn(4, 144, n, device=kernel.device).to(out_dtype)
+        before, version, again = out.clone(), out._version, out.clone()
+        kernel.add(out, x)
+        assert out._version > version
+        assert_products(out, x, added=before.double())
+        assert_same_bytes(out[1], before[1])
+        kernel.add(again, x)
+        assert_same_bytes(again, out)
+
+
+@each
+def test_the_op_adds_nothing_of_no_columns(kernel: Kernel) -> None:
+    for sizes, m, n in (([0, 0], 144, 272), ([70, 3], 0, 16), ([70, 3], 16, 0)):
+        x = kernel.columns(sizes, 0, m, n, COLUMNS["rowwise"])
+        out = torch.randn(2, m, n, device=kernel.device)
+        before = out.clone()
+        kernel.add(out, x)
+        assert_same_bytes(out, before)
 
 
 @each

@@ -1,6 +1,6 @@
 """Scaled matrix products of groups (the tokens of each expert, one after another), the choice of
 who computes them, and the same products in high precision: ``torch.ops.float8.{grouped_mm,
-grouped_wgrad, grouped_mm_hp}``.
+grouped_wgrad, grouped_wgrad_add_, grouped_mm_hp}``.
 
 Shape letters: T tokens, sorted by group; G groups; K and N features; P columns of a column layout
     (``kernels.quantize_grouped``), in which every group is padded with zeros. ``offs`` holds where
@@ -10,6 +10,7 @@ Shape letters: T tokens, sorted by group; G groups; K and N features; P columns 
                    rows from offs[G-1] on, which are of no group, come out zero
     grouped_wgrad  out_GNK[g] = a_NP[:, columns of g] @ b_KP[:, columns of g].T
                    a group without columns comes out exactly zero
+    grouped_wgrad_add_  the same, added to what out_GNK holds
 
     a and b times their scales, accumulated in float32 and rounded once to out_dtype
 
@@ -44,6 +45,10 @@ _LIB.define(
 _LIB.define(
     "grouped_wgrad(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs_t, "
     "int[] block_a, int[] block_b, ScalarType out_dtype, bool fast_accum, str impl) -> Tensor"
+)
+_LIB.define(
+    "grouped_wgrad_add_(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, "
+    "Tensor offs_t, int[] block_a, int[] block_b, bool fast_accum, str impl) -> ()"
 )
 _LIB.define("grouped_mm_hp(Tensor a, Tensor b, Tensor offs) -> Tensor")
 
@@ -418,6 +423,60 @@ def _fake_grouped_wgrad(*arguments: Any) -> Tensor:
     return x.a.new_empty(_shape_columns(x), dtype=x.out_dtype)
 
 
+def grouped_wgrad_add_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs_t: Tensor,
+    block_a: Block,
+    block_b: Block,
+    fast_accum: bool,
+    impl: str,
+) -> None:
+    """Add what ``grouped_wgrad`` gives for the other arguments to ``out``: the gradients of another
+    micro-batch. ``hopper`` adds in its kernel; of others the products are made first, in float32.
+
+    Args:
+        out: bf16, fp16 or fp32 [G, N, K], contiguous. The sum is one of float32, rounded once; that
+            of a group without columns stays as it is.
+
+    Raises:
+        ValueError: ``out`` is none of this; or as ``grouped_wgrad``.
+    """
+    x = _added(out, a, b, scale_a, scale_b, offs_t, block_a, block_b, fast_accum, impl)
+    if 0 in (*a.shape, *b.shape):
+        return
+    if impl != "hopper":
+        out += grouped_wgrad(*x._replace(out_dtype=torch.float32))
+        return
+    _check_takes(x, x.block_b[::-1], WGRAD_IMPLEMENTATIONS)
+    from . import grouped_hopper
+
+    grouped_hopper.multiply_columns(*x[:-1], out)
+    torch.autograd.graph.increment_version(out)  # autograd is to see what the kernel wrote
+
+
+def _added(out: Tensor, *arguments: Any) -> GroupedProduct:
+    """What is to be added to ``out``; ValueError unless that can be."""
+    *operands, block_a, block_b, fast_accum, impl = arguments
+    blocks = tuple(block_a), tuple(block_b)
+    x = GroupedProduct(*operands, *blocks, out.dtype, fast_accum, impl)
+    _check_columns(x)
+    check_devices(out, x.a)
+    if tuple(out.shape) != _shape_columns(x) or not out.is_contiguous():
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}; to add the products to, "
+            f"it must be contiguous, of shape {_shape_columns(x)}"
+        )
+    return x
+
+
+def _fake_grouped_wgrad_add_(*arguments: Any) -> None:
+    _added(*arguments)
+
+
 # -------------------------------------------------------------------------------- high precision
 
 
@@ -488,6 +547,7 @@ def _fake_grouped_mm_hp(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 for _name, _reference, _fake in (
     ("grouped_mm", grouped_mm, _fake_grouped_mm),
     ("grouped_wgrad", grouped_wgrad, _fake_grouped_wgrad),
+    ("grouped_wgrad_add_", grouped_wgrad_add_, _fake_grouped_wgrad_add_),
     ("grouped_mm_hp", grouped_mm_hp, _fake_grouped_mm_hp),
 ):
     for _key in ("CPU", "CUDA"):
