@@ -117,7 +117,7 @@ class _SwigluExperts(torch.autograd.Function):
             gy_TD, offs, dgrad.a if into_hidden else None, wgrad.a if needs_down else None
         )
         if needs_down:
-            g_down = multiply_columns(gy_t, h_t, wgrad, dtype).to(ctx.w_dtypes[0]).mT
+            g_down = multiply_columns(gy_t, h_t, wgrad, ctx.w_dtypes[0]).mT
         if into_hidden:
             gh_TF = multiply_rows(gy, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
             rows, columns = (dgrad.a if needs_x else None), (wgrad.a if any(needs_into) else None)
@@ -130,7 +130,7 @@ class _SwigluExperts(torch.autograd.Function):
                 g_x = part if g_x is None else g_x + part
             for i, (_, g_t) in enumerate(casts):
                 if needs_into[i]:
-                    g_into[i] = multiply_columns(g_t, x_t, wgrad, dtype).to(ctx.w_dtypes[1 + i]).mT
+                    g_into[i] = multiply_columns(g_t, x_t, wgrad, ctx.w_dtypes[1 + i]).mT
         return g_x, None, g_down, None, None, *g_into
 
 

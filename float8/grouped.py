@@ -151,10 +151,10 @@ class _GroupedMM(torch.autograd.Function):
             gx_TK = multiply_rows(g, stack_for_dgrad(w_t, dgrad), offs, dgrad, dtype)
         if needs_gw:
             if wgrad is None:
-                gw_GNK = torch.ops.float8.grouped_mm_hp(g_TN.t(), x_t, offs)
+                gw_GNK = torch.ops.float8.grouped_mm_hp(g_TN.t(), x_t, offs).to(ctx.w_dtype)
             else:
-                gw_GNK = multiply_columns(g_t, (x_t, x_t_scale, None), wgrad, dtype)
-            gw_GKN = gw_GNK.to(ctx.w_dtype).mT
+                gw_GNK = multiply_columns(g_t, (x_t, x_t_scale, None), wgrad, ctx.w_dtype)
+            gw_GKN = gw_GNK.mT
         return gx_TK, gw_GKN, *[None] * 5
 
 

@@ -565,6 +565,19 @@ def test_autocast(recipe: Recipe) -> None:
                 assert_same_bytes(y[s:t], float8.linear(x[s:t], w[e], recipe=recipe))
 
 
+@named
+def test_autocast_rounds_no_gradient_of_float32_weights_to_its_dtype(recipe: Recipe) -> None:
+    """That of x and g in float32, of which casts make the same bytes."""
+    x, w, g, offs = problem([10, 0, 22], 4)
+    x, g = x.bfloat16(), g.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        gw = run(recipe, x.float(), w, g, offs)[2]
+    expected = run(recipe, x.float(), w, g.float(), offs)[2]
+    if recipe.wgrad is None:
+        expected = expected.bfloat16().float()
+    assert_same_bytes(gw, expected)
+
+
 def test_a_float8_weight_multiplies_as_the_call_says() -> None:
     x, w, g, offs = problem([10, 0, 22], 4)
     weight = nn.Parameter(float8.Float8Weight(w, MXFP8))
