@@ -1,11 +1,13 @@
-"""Scaled matrix product of two FP8 matrices: ``torch.ops.float8.scaled_mm``, and the choice of who
-computes it.
+"""Scaled matrix product of two FP8 matrices: ``torch.ops.float8.scaled_mm``, which makes a new
+matrix, and ``scaled_mm_add_``, which adds to one; and the choice of who computes it.
 
 Shape letters: M rows of a, N columns of b, K the contraction. a_MK is scaled by blocks ``block_a``
     (rows, K) and b_KN by ``block_b`` (K, columns).
 
-    out_MN = sum over k of (a_MK * scale_a) (b_KN * scale_b), accumulated in float32, rounded once
-    to out_dtype
+    out_MN  = sum over k of (a_MK * scale_a) (b_KN * scale_b) + bias_N
+    out_MN += sum over k of (a_MK * scale_a) (b_KN * scale_b)
+
+Either is accumulated in float32, what is added included, and rounded once to the output's dtype.
 
 Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on
     AMD); ``hopper`` is this library's kernel for sm_90, and ``triton`` the one for every GPU with
@@ -32,7 +34,11 @@ from .quantize import HIGH_PRECISION, check_devices, check_scale, dequantize, na
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] block_a, int[] block_b, "
-    "ScalarType out_dtype, bool fast_accum, str impl) -> Tensor"
+    "ScalarType out_dtype, bool fast_accum, str impl, Tensor? bias=None) -> Tensor"
+)
+_LIB.define(
+    "scaled_mm_add_(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, "
+    "int[] block_a, int[] block_b, bool fast_accum, str impl) -> ()"
 )
 
 
@@ -45,7 +51,7 @@ class Operand(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The arguments of ``scaled_mm``, in its order."""
+    """The arguments of ``scaled_mm``, in its order, and what the product is added to, if it is."""
 
     a: Tensor
     b: Tensor
@@ -56,6 +62,8 @@ class Product(NamedTuple):
     out_dtype: torch.dtype
     fast_accum: bool
     impl: str
+    bias: Tensor | None = None
+    out: Tensor | None = None
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
@@ -266,6 +274,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
     impl: str,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """``a_MK @ b_KN`` with scales (module docstring), on the implementation that ``select`` named.
 
@@ -275,42 +284,115 @@ def scaled_mm(
         out_dtype: bf16, fp16 or fp32.
         fast_accum: let the tensor cores keep partial sums in less than float32 (NVIDIA sm_89 and
             sm_90); the reference ignores it, being exact either way.
+        bias: [N] bf16, fp16 or fp32, added in float32 before the one rounding.
 
-    Returns: [M, N] ``out_dtype``, contiguous; zeros where K is 0.
+    Returns: [M, N] ``out_dtype``, contiguous; where K is 0, zeros or the bias.
 
     Raises:
-        ValueError: shapes, devices, ``out_dtype`` or ``impl`` do not fit, or that implementation
-            does not take these operands.
+        ValueError: shapes, devices, dtypes or ``impl`` do not fit, or that implementation does not
+            take these operands.
     """
     blocks = tuple(block_a), tuple(block_b)
-    x = Product(a, b, scale_a, scale_b, *blocks, out_dtype, fast_accum, impl)
+    flat = None if bias is None else bias.contiguous()
+    x = Product(a, b, scale_a, scale_b, *blocks, out_dtype, fast_accum, impl, flat)
     _check(x)
     if 0 in (*a.shape, *b.shape):
-        return a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    if impl == "torch":  # both look at operands and scales themselves
-        return scaled_mm_torch(*x[:7])
-    if impl == "cublas":
-        return _scaled_mm_cublas(x)
-    _check_scales(x)
-    if (reason := IMPLEMENTATIONS[impl](device_profile(a.device), *x.operands)) is not None:
-        raise ValueError(_cannot(impl, reason))
+        nothing = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+        return nothing if bias is None else nothing.add_(bias)
+    return _run(x)
+
+
+def scaled_mm_add_(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    block_a: Block,
+    block_b: Block,
+    fast_accum: bool,
+    impl: str,
+) -> None:
+    """``out_MN += a_MK @ b_KN``: the product of ``scaled_mm``, whose other arguments these are, is
+    added to ``out`` in float32, and rounded with it once.
+
+    Args:
+        out: [M, N] bf16, fp16 or fp32, contiguous; left as it is where K is 0.
+
+    Raises:
+        ValueError: as ``scaled_mm``, or ``out`` does not fit.
+    """
+    blocks = tuple(block_a), tuple(block_b)
+    x = Product(a, b, scale_a, scale_b, *blocks, out.dtype, fast_accum, impl, out=out)
+    _check(x)
+    if 0 not in (*a.shape, *b.shape):
+        torch.autograd.graph.increment_version(out)  # a kernel's writing would pass unnoticed
+        _run(x)
+
+
+def _run(x: Product) -> Tensor:
+    """The product on the implementation that it names: a new matrix, or x.out."""
+    if x.impl not in ("cublas", "torch"):  # those look at operands and scales themselves
+        _check_scales(x)
+        if (reason := IMPLEMENTATIONS[x.impl](device_profile(x.a.device), *x.operands)) is not None:
+            raise ValueError(_cannot(x.impl, reason))
     run = {
+        "cublas": _scaled_mm_cublas,
         "hopper": _scaled_mm_hopper,
         "triton": _scaled_mm_triton,
+        "torch": _scaled_mm_reference,
         "torch_bf16": _scaled_mm_bf16,
-    }[impl]
-    return run(x)
+    }[x.impl]
+    if x.bias is x.out is None or _adds(x):
+        return run(x)
+    product = run(x._replace(out_dtype=torch.float32, bias=None, out=None))
+    if x.out is not None:
+        return x.out.add_(product)  # computed in float32, whatever out is
+    assert x.bias is not None
+    return product.add_(x.bias).to(x.out_dtype)
+
+
+def _adds(x: Product) -> bool:
+    """Whether the implementation adds bias or out itself, in float32 and before it rounds."""
+    if x.impl != "cublas" or x.bias is None:
+        return x.impl in ("hopper", "triton", "torch")
+    # torch's scaled_mm takes a bias of the output's dtype, and none for float32; what becomes of
+    # one in blocks, or on AMD, is not known here.
+    profile = device_profile(x.a.device)
+    modes = {"tensorwise"}
+    if _cublaslt_scales_rows(profile) or x.out_dtype == torch.bfloat16:
+        modes.add("rowwise")
+    return (
+        profile.vendor == "nvidia"
+        and x.bias.dtype == x.out_dtype != torch.float32
+        and native_mode(*x.operands) in modes
+    )
 
 
 def _check(x: Product) -> None:
-    check_devices(x.a, x.b, x.scale_a, x.scale_b)
+    check_devices(x.a, x.b, x.scale_a, x.scale_b, *(t for t in (x.bias, x.out) if t is not None))
     if x.a.ndim != 2 or x.b.ndim != 2 or x.a.shape[1] != x.b.shape[0]:
         raise ValueError(
             f"shapes {tuple(x.a.shape)} and {tuple(x.b.shape)} do not multiply; needed (M, K), "
             "(K, N)"
         )
+    shape = x.a.shape[0], x.b.shape[1]
+    if (out := x.out) is not None and not (
+        out.dtype in HIGH_PRECISION and out.shape == shape and out.is_contiguous()
+    ):
+        raise ValueError(
+            f"out is {out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}; this "
+            f"product is added to one of {names(HIGH_PRECISION)} of shape {shape}, contiguous"
+        )
     if x.out_dtype not in HIGH_PRECISION:
         raise ValueError(f"out_dtype={x.out_dtype} must be one of {names(HIGH_PRECISION)}")
+    if (bias := x.bias) is not None and not (
+        bias.dtype in HIGH_PRECISION and bias.shape == shape[1:]
+    ):
+        raise ValueError(
+            f"bias is {bias.dtype} of shape {tuple(bias.shape)}; it must be one of "
+            f"{names(HIGH_PRECISION)} of shape {shape[1:]}"
+        )
     if x.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={x.impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
 
@@ -328,14 +410,24 @@ def scaled_mm_torch(
     block_a: Block,
     block_b: Block,
     out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The reference: dequantise both operands to float32 and multiply. Scales are at least 2^-127,
-    so a dequantised value loses at most what lies 2^-22 below the smallest scale."""
+    """The reference: dequantise both operands to float32, multiply, add the bias or to ``out``, and
+    round. Scales are at least 2^-127, so a dequantised value loses at most what lies 2^-22 below
+    the smallest scale."""
     a_MK = dequantize(a, scale_a, block_a, torch.float32)
     b_KN = dequantize(b, scale_b, block_b, torch.float32)
     # Autocast would round the operands to its dtype first.
     with torch.autocast(a.device.type, enabled=False):
-        return torch.mm(a_MK, b_KN).to(out_dtype)
+        out_MN = torch.mm(a_MK, b_KN)
+    if out is not None:
+        return out.copy_(out + out_MN)  # a sum in float32
+    return (out_MN if bias is None else out_MN + bias).to(out_dtype)
+
+
+def _scaled_mm_reference(x: Product) -> Tensor:
+    return scaled_mm_torch(*x[:7], x.bias, x.out)
 
 
 def _scaled_mm_bf16(x: Product) -> Tensor:
@@ -365,16 +457,17 @@ def _scaled_mm_cublas(x: Product) -> Tensor:
     # cuBLASLt wants a row-major, b column-major, K and N multiples of 16 bytes; its block modes
     # also M, for the leading dimension of M-major scales. Both operands are handled as [rows, K]: b
     # as its transpose.
-    a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum, _ = x
+    a, b, scale_a, scale_b, block_a, block_b, out_dtype, fast_accum = x[:8]
     (m, n), (left, right) = (a.shape[0], b.shape[1]), x.operands
     if (mode := native_mode(left, right)) is None:
         raise ValueError(_cannot("cublas", _no_mode(left, right)))
     scales_rows = _cublaslt_scales_rows(device_profile(a.device))
     per_row = mode == "rowwise" and scales_rows
+    bias = _native_bias(x.bias, n + -n % 16)
     if (mode == "tensorwise" or per_row) and _fits(a, b, scale_a, scale_b, per_row):
         scaling = F.ScalingType.RowWise if per_row else F.ScalingType.TensorWise
         return F.scaled_mm(
-            a, b, scale_a, scaling, scale_b, scaling,
+            a, b, scale_a, scaling, scale_b, scaling, bias=bias,
             output_dtype=out_dtype, use_fast_accum=fast_accum,
         )  # fmt: skip
     blocked = mode in ("blockwise", "mx")
@@ -397,7 +490,7 @@ def _scaled_mm_cublas(x: Product) -> Tensor:
         native = torch.float32 if blocked and out_dtype == torch.float16 else out_dtype
         out = F.scaled_mm(
             a_MK, b_NK.t(), scale_a, recipe_a, scale_b_NK if blocked else scale_b_NK.t(), recipe_b,
-            swizzle_a=swizzle, swizzle_b=swizzle,
+            swizzle_a=swizzle, swizzle_b=swizzle, bias=bias,
             output_dtype=native, use_fast_accum=fast_accum and not blocked,
         ).to(out_dtype)  # fmt: skip
     return out if out.shape == (m, n) else out[:m, :n].contiguous()
@@ -410,13 +503,14 @@ def _scaled_mm_hopper(x: Product) -> Tensor:
     blocks = x.block_a, x.block_b[::-1]
     mode: Mode = next((mode for mode in BLOCKS if BLOCKS[mode] == blocks), "rowwise")
     operands = _aligned(x.a, 1, 16), _aligned(x.b.t(), 1, 16)
-    return scaled_mm_hopper(*operands, x.scale_a, x.scale_b.t(), mode, x.out_dtype, x.fast_accum)
+    scales = x.scale_a, x.scale_b.t()
+    return scaled_mm_hopper(*operands, *scales, mode, x.out_dtype, x.fast_accum, x.bias, x.out)
 
 
 def _scaled_mm_triton(x: Product) -> Tensor:
     from .matmul_triton import multiply
 
-    return multiply(_wide(x.a), _wide(x.b.t()).t(), *x[2:8])
+    return multiply(_wide(x.a), _wide(x.b.t()).t(), *x[2:8], x.bias, x.out)
 
 
 def _wide(x_RK: Tensor) -> Tensor:
@@ -485,6 +579,13 @@ def _native_scale(
     return F.ScalingType.BlockWise128x128, _packed(padded).t()
 
 
+def _native_bias(bias: Tensor | None, columns: int) -> Tensor | None:
+    """A bias on 16 bytes, with zeros for the columns of padding."""
+    if bias is None or (bias.shape == (columns,) and bias.data_ptr() % 16 == 0):
+        return bias
+    return F.pad(bias, (0, columns - bias.shape[0]))  # new memory in any case
+
+
 def _packed(scale: Tensor) -> Tensor:
     """Row-major without gaps and aligned, strides of dimensions of length 1 included: torch checks
     them, and contiguous() leaves them as they are."""
@@ -519,6 +620,14 @@ def _fake_scaled_mm(*arguments: Any) -> Tensor:
     return x.a.new_empty((x.a.shape[0], x.b.shape[1]), dtype=x.out_dtype)
 
 
+def _fake_scaled_mm_add_(out: Tensor, *arguments: Any) -> None:
+    x = Product(*arguments[:6], out.dtype, *arguments[6:], out=out)
+    _check(x)
+    _check_scales(x)
+
+
 for _key in ("CPU", "CUDA"):
     _LIB.impl("scaled_mm", scaled_mm, _key)
+    _LIB.impl("scaled_mm_add_", scaled_mm_add_, _key)
 torch.library.register_fake("float8::scaled_mm", _fake_scaled_mm, lib=_LIB)
+torch.library.register_fake("float8::scaled_mm_add_", _fake_scaled_mm_add_, lib=_LIB)

@@ -9,6 +9,9 @@ INNER x COLUMNS; each is a size or FULL.
     INNER is BK        out = sum over blocks of K of (sum within of a b) * scale_a * scale_b
     A_FORMAT is given  the same for MX blocks, which the matrix instructions scale
 
+To which is added, in float32 and before the one rounding, a bias of a number for each column, and
+what the output holds.
+
 One scale after the other is multiplied in, since the product of two tiny ones may be zero; but
 where a tile shares one of two block scales the two are multiplied first. What has a product of
 scales below 2^-126 then loses precision, as float32 subnormals do.
@@ -76,13 +79,16 @@ def _load_codes(
 
 
 @triton.jit
-def _store(out, v, row, column, M, N):
+def _store(out, v, bias, row, column, M, N, ACCUMULATE: tl.constexpr):
     i = row + tl.arange(0, v.shape[0])
     j = column + tl.arange(0, v.shape[1])
     inside = (i < M)[:, None] & (j < N)[None, :]
-    tl.store(
-        out + i[:, None].to(tl.int64) * N + j[None, :], v.to(out.dtype.element_ty), mask=inside
-    )
+    at = out + i[:, None].to(tl.int64) * N + j[None, :]
+    if bias is not None:
+        v += tl.load(bias + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
+    if ACCUMULATE:
+        v += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, v.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -97,12 +103,13 @@ def _corner(tile, down, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _multiply_tile(
-    a, b, scale_a, scale_b, out, row, column, b_row, begin, end, high, N, K,
+    a, b, scale_a, scale_b, out, bias, row, column, b_row, begin, end, high, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, scale_a_m, scale_a_k, scale_b_k, scale_b_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """The tile at (row, column), of rows below ``high``; steps of K from begin to end. ``b_row``
     is where the column is among those of all groups."""
@@ -159,10 +166,10 @@ def _multiply_tile(
     if WIDE:
         halves = tl.permute(tl.reshape(acc, [BM, 2, BN // 2]), [0, 2, 1])
         left, right = tl.split(halves)
-        _store(out, left, row, column, high, N)
-        _store(out, right, row, column + BN // 2, high, N)
+        _store(out, left, bias, row, column, high, N, ACCUMULATE)
+        _store(out, right, bias, row, column + BN // 2, high, N, ACCUMULATE)
     else:
-        _store(out, acc, row, column, high, N)
+        _store(out, acc, bias, row, column, high, N, ACCUMULATE)
 
 
 @triton.jit
@@ -175,14 +182,15 @@ def _span(offs, g, G, LENGTH):
 
 
 # M and what follows from it differ from step to step: no variant is made for multiples of 16.
-@triton.jit(do_not_specialize=["offs", "M", "G", "scale_a_k", "scale_b_k"])
+@triton.jit(do_not_specialize=["offs", "bias", "M", "G", "scale_a_k", "scale_b_k"])
 def matmul_kernel(
-    a, b, scale_a, scale_b, out, offs, M, N, K, G, stride_am, stride_ak, stride_bk, stride_bn,
-    b_rows, scale_a_g, scale_a_m, scale_a_k, scale_b_g, scale_b_k, scale_b_n,
+    a, b, scale_a, scale_b, out, offs, bias, M, N, K, G, stride_am, stride_ak, stride_bk,
+    stride_bn, b_rows, scale_a_g, scale_a_m, scale_a_k, scale_b_g, scale_b_k, scale_b_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, PROMOTE: tl.constexpr, GROUPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, EVEN_K: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """Tiles pid, pid + programs, ... of the output; what of them is outside the matrices is neither
     read nor written.
@@ -196,7 +204,7 @@ def matmul_kernel(
     float32, and are added up in float32. TMA: a and b, as [N, K], are tensor descriptors, otherwise
     pointers. EVEN_K: no step along K needs a mask. NEAR: a tile of a or b spans less than 2^31
     elements. WIDE: the loads of a tile begin before the last one is stored, which is done in two
-    halves for want of shared memory.
+    halves for want of shared memory. ACCUMULATE: onto what the output holds.
     """
     across = tl.cdiv(N, BN)
     if GROUPS == "none":
@@ -204,11 +212,11 @@ def matmul_kernel(
         for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=WIDE):
             i, j = _corner(tile, down, across, GROUP)
             _multiply_tile(
-                a, b, scale_a, scale_b, out, i * BM, j * BN, j * BN, 0, steps, M, N, K,
+                a, b, scale_a, scale_b, out, bias, i * BM, j * BN, j * BN, 0, steps, M, N, K,
                 stride_am, stride_ak, stride_bk, stride_bn,
                 scale_a_m, scale_a_k, scale_b_k, scale_b_n,
                 ROWS, COLUMNS, INNER, A_FORMAT, B_FORMAT, PROMOTE, GROUPS, BM, BN, BK,
-                TMA, EVEN_K, NEAR, WIDE,
+                TMA, EVEN_K, NEAR, WIDE, ACCUMULATE,
             )  # fmt: skip
     else:
         tile = tl.program_id(0)
@@ -233,12 +241,12 @@ def matmul_kernel(
             while tile < tiles:
                 i, j = _corner(tile, down, across, GROUP)
                 _multiply_tile(
-                    a, b, own_a, own_b, own_out, low + i * BM, j * BN, g * b_rows + j * BN,
+                    a, b, own_a, own_b, own_out, bias, low + i * BM, j * BN, g * b_rows + j * BN,
                     begin, end, high, N, K,
                     stride_am, stride_ak, stride_bk, stride_bn,
                     scale_a_m, scale_a_k, scale_b_k, scale_b_n,
                     ROWS, COLUMNS, INNER, A_FORMAT, B_FORMAT, PROMOTE, GROUPS, BM, BN, BK,
-                    TMA, EVEN_K, NEAR, WIDE,
+                    TMA, EVEN_K, NEAR, WIDE, ACCUMULATE,
                 )  # fmt: skip
                 tile += tl.num_programs(0)
             tile -= tiles  # the next group's are counted from its first
@@ -307,15 +315,19 @@ def multiply(
     block_b: Block,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """[M, N] of a [M, K] and b [K, N], any strides, not empty, where ``matmul.triton_refusal``
-    has no objection."""
+    has no objection; plus ``bias`` [N], contiguous, or added to ``out`` [M, N], contiguous."""
     launch = _launch(
         Part.of(a), Part.of(b.t()), Part.of(scale_a), Part.of(scale_b),
         tuple(block_a), tuple(block_b), out_dtype, fast_accum, a.device, device_profile(a.device),
+        bias=None if bias is None else bias.dtype, into=None if out is None else Part.of(out),
     )  # fmt: skip
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
-    launch(a, b.t(), scale_a, scale_b, out)
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    launch(a, b.t(), scale_a, scale_b, out, bias=bias)
     return out
 
 
@@ -347,9 +359,13 @@ class Matmul:
         device: torch.device,
         profile: DeviceProfile,
         groups: Groups = NO_GROUPS,
+        bias: torch.dtype | None = None,
+        into: Part | None = None,
     ) -> None:
         """b is that of the transpose, [N, K], of all groups; scales of [groups, rows, columns] are
-        each group's own. ``out_dtype`` is what Triton compiles for, and is not asked for here."""
+        each group's own. ``into``: the output, if it is one to add to; a new one is aligned.
+        ``out_dtype`` and that of the bias are what Triton compiles for, and are not asked for
+        here."""
         (m, k), n = a.shape, groups.n or b.shape[0]
         (rows, inner), (_, columns) = block_a, block_b
         left = Operand(a.dtype, block_a, scale_a.dtype)
@@ -382,7 +398,7 @@ class Matmul:
             PROMOTE=promote, GROUPS=groups.kind,
             BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=8,
             TMA=self.tma, EVEN_K=self.tma or k % tile.bk == 0, NEAR=max(spans) < 2**31,
-            WIDE=tile.wide,
+            WIDE=tile.wide, ACCUMULATE=into is not None,
         )  # fmt: skip
 
     def __call__(
@@ -393,12 +409,13 @@ class Matmul:
         scale_b: Tensor,
         out: Tensor,
         offs: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         x, y = a, b
         if self.tma:
             x = TensorDescriptor.from_tensor(a, self.tiles[0])
             y = TensorDescriptor.from_tensor(b, self.tiles[1])
-        self.launch(x, y, as_bytes(scale_a), as_bytes(scale_b), out, offs)
+        self.launch(x, y, as_bytes(scale_a), as_bytes(scale_b), out, offs, bias)
 
 
 _launch = functools.lru_cache(maxsize=1024)(Matmul)
