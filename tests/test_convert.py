@@ -5,6 +5,7 @@ says why. How well layers multiply is the business of test_linear.py.
 """
 
 import copy
+import importlib
 import io
 import pickle
 import sys
@@ -41,6 +42,7 @@ from float8 import (
 )
 from float8.convert import Report, convert, revert, summary
 from float8.devices import describe
+from float8.sites import _TRANSFORMERS
 from float8.testing import assert_same_bytes, needs, relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
@@ -2163,6 +2165,43 @@ def test_fused_layers_fully_sharded() -> None:
         assert set(convert(model).fused) == {"0", "1"}
         model(x).sum().backward()
         assert model[0].last_run == ("torch",) * 3
+
+
+REAL_MLPS = [  # of transformers: a class that convert knows by its name, its model, its config
+    ("LlamaMLP", "llama", "LlamaConfig"),
+    ("Llama4TextMLP", "llama4", "Llama4TextConfig"),
+    ("MistralMLP", "mistral", "MistralConfig"),
+    ("Qwen2MLP", "qwen2", "Qwen2Config"),
+    ("Qwen2MLP", "qwen2_vl", "Qwen2VLTextConfig"),
+    ("Qwen2MLP", "qwen2_5_vl", "Qwen2_5_VLTextConfig"),
+    ("Qwen2MoeMLP", "qwen2_moe", "Qwen2MoeConfig"),
+    ("Qwen3MLP", "qwen3", "Qwen3Config"),
+    ("Qwen3MoeMLP", "qwen3_moe", "Qwen3MoeConfig"),
+    ("DeepseekV3MLP", "deepseek_v3", "DeepseekV3Config"),
+]
+
+
+def test_each_name_that_is_known_is_tried() -> None:
+    assert {name for name, *_ in REAL_MLPS} == set(_TRANSFORMERS)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "model", "config"), REAL_MLPS)
+def test_layers_of_transformers(name: str, model: str, config: str) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    folder = f"transformers.models.{model}"
+    layer = getattr(importlib.import_module(f"{folder}.modeling_{model}"), name)
+    sizes = getattr(importlib.import_module(f"{folder}.configuration_{model}"), config)
+    mlp, x = layer(sizes(hidden_size=32, intermediate_size=48)), torch.randn(7, 32)
+    plain = mlp_step(mlp, x)
+    assert convert(mlp).fused == {"": "rowwise"}
+    for got, expected in zip(mlp_step(mlp, x), plain, strict=True):
+        assert 0 < relative_error(got, expected) < 0.1
+    assert mlp.last_run == ("torch",) * 3
+    revert(mlp)
+    assert type(mlp) is layer
+    for got, expected in zip(mlp_step(mlp, x), plain, strict=True):
+        assert_same_bytes(got, expected)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])

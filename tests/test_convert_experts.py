@@ -1,12 +1,14 @@
 """``convert`` and mixtures of experts: it finds the experts, however a model holds and multiplies
 them, and leaves routers and gates.
 
-The layers here are look-alikes of Hugging Face's transformers and of TorchTitan; the last test
-takes the real ones where transformers is installed.
+The layers here are look-alikes of Hugging Face's transformers and of TorchTitan, which name and
+multiply their parameters as those do. The last tests take the models of transformers themselves,
+where it is installed; TorchTitan's GroupedExperts is tested as a look-alike alone.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import types
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import float8
-from float8 import RECIPES, ROWWISE, Recipe, convert, summary
+from float8 import RECIPES, Recipe, convert, summary
 from float8.convert import KEEP
 from float8.testing import assert_same_bytes, relative_error
 
@@ -307,14 +309,17 @@ def test_shared_experts_of_transformers_become_one_call(name: str, act: str) -> 
     assert type(shared).__name__ == name
 
 
+@pytest.mark.filterwarnings("ignore")
 @NAMED
 def test_the_op_of_transformers_for_compiled_experts(recipe: Recipe) -> None:
     """In float32 it replaces torch's grouped_mm, which inductor takes in bf16 alone."""
-    if importlib.util.find_spec("transformers") is not None:
-        pytest.skip("test_models_of_transformers_compile has the real one")
     name = "transformers::grouped_mm_fallback"
-    with torch.library._scoped_library("transformers", "DEF") as lib:
-        torch.library.define(name, "(Tensor input, Tensor weight, Tensor offs) -> Tensor", lib=lib)
+    with torch.library._scoped_library("transformers", "FRAGMENT") as lib:
+        if importlib.util.find_spec("transformers") is not None:
+            importlib.import_module("transformers.integrations.moe")  # which defines it
+        else:
+            form = "(Tensor input, Tensor weight, Tensor offs) -> Tensor"
+            torch.library.define(name, form, lib=lib)
         layer = GroupedLinear(H, D)
         convert(layer, recipe)
         x, offs = torch.randn(20, D), torch.tensor([3, 3, 12, 20], dtype=torch.int32)
@@ -358,28 +363,50 @@ def _real() -> dict[str, Callable[[], nn.Module]]:
     return {f.__name__: f for f in (mixtral, qwen3, deepseek, llama4)}
 
 
+REAL = ["mixtral", "qwen3", "deepseek", "llama4"]
+WAYS = ["eager", "grouped_mm", "batched_mm"]  # of multiplying; Llama 4 has one, torch.bmm
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek", "llama4"])
-def test_models_of_transformers(name: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way", "recipe"),
+    [(name, way, "rowwise") for name in REAL[:3] for way in WAYS]
+    + [(name, None, recipe) for name in ("mixtral", "llama4") for recipe in RECIPES]
+    + [("qwen3", None, "tensorwise"), ("deepseek", None, "mxfp8")],
+)
+def test_models_of_transformers(name: str, way: str | None, recipe: str) -> None:
     model, tokens = _real()[name]().bfloat16(), torch.randint(64, (2, 16))
-    if name != "llama4":
+    if way is not None:
         model.set_experts_implementation(way)
-    elif way != "eager":
-        pytest.skip("Llama 4 has one way, torch.bmm")
-    with torch.no_grad():
-        plain = model(tokens).logits
-    report = convert(model, ROWWISE)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        y = model(tokens, labels=tokens)
+        y.loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        assert all(g is not None for g in grads)
+        return [y.logits.detach(), *grads]
+
+    plain = step()
+    report = convert(model, RECIPES[recipe])
     assert all(".experts." not in name for name in report.skipped)
-    assert not report.not_fused
-    y = model(tokens, labels=tokens)
-    y.loss.backward()
-    assert 0 < relative_error(y.logits, plain) < 0.1
-    assert all(p.grad is not None for p in model.parameters())
-    assert all(line.last_run for line in summary(model).layers if line.recipe)
+    assert not report.not_fused or recipe == "rowwise_wgrad_hp"
+    got = step()
+    assert 0 < relative_error(got[0], plain[0]) < 0.1
+    # Together, as a token that another expert takes changes all of a small gradient.
+    together, expected = (torch.cat([t.float().flatten() for t in ts[1:]]) for ts in (got, plain))
+    assert 0 < relative_error(together, expected) < 0.15
+    lines = summary(model).layers
+    assert all(line.last_run for line in lines if line.recipe)
     kept = {line.name.split(".")[-2] if "gate.weight" in line.name else line.name.split(".")[-1]
-            for line in summary(model).layers if not line.recipe}  # fmt: skip
+            for line in lines if not line.recipe}  # fmt: skip
     assert kept <= {"gate", "router", "lm_head"}
+    with float8.cached_weights(model):
+        for t, e in zip(step(), got, strict=True):
+            assert_same_bytes(t, e)
+    float8.revert(model)
+    for t, e in zip(step(), plain, strict=True):
+        assert_same_bytes(t, e)
 
 
 @pytest.mark.filterwarnings("ignore")
