@@ -22,6 +22,7 @@ quantize_grouped = torch.ops.float8.quantize_grouped
 quantize_static = torch.ops.float8.quantize_static
 dequantize = torch.ops.float8.dequantize
 scaled_mm = torch.ops.float8.scaled_mm
+scaled_mm_add_ = torch.ops.float8.scaled_mm_add_
 grouped_mm = torch.ops.float8.grouped_mm
 grouped_wgrad = torch.ops.float8.grouped_wgrad
 grouped_wgrad_add_ = torch.ops.float8.grouped_wgrad_add_

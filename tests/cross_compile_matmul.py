@@ -36,7 +36,7 @@ POINTERS = {
     torch.int32: "*i32",
 } | {f.dtype: f"*{f.triton.replace('float8e', 'fp8e')}" for f in FORMATS if f.kind != "e8m0"}
 # blocks of a and b, dtype of the scales, whether sums may stay in the tensor cores, dtype out, and
-# what groups are of
+# what groups are of or what the product is added to
 MODES: dict[str, tuple[Any, ...]] = {
     "tensor fast": ((FULL, FULL), (FULL, FULL), torch.float32, True, torch.bfloat16),
     "row fast": ((1, FULL), (FULL, 1), torch.float32, True, torch.float32),
@@ -45,6 +45,16 @@ MODES: dict[str, tuple[Any, ...]] = {
     "1x128 x 1x128": ((1, 128), (128, 1), torch.float32, False, torch.float32),
     "any strides": ((1, FULL), (FULL, 1), torch.float32, False, torch.bfloat16),
     "mx": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16),
+    "tensor fast + bias": ((FULL, FULL), (FULL, FULL), torch.float32, True, torch.bfloat16, "bias"),
+    "row fast + bias": ((1, FULL), (FULL, 1), torch.float32, True, torch.bfloat16, "bias"),
+    "row + bias": ((1, FULL), (FULL, 1), torch.float32, False, torch.float32, "bias"),
+    "1x128 + bias": ((1, 128), (128, 128), torch.float32, False, torch.bfloat16, "bias"),
+    "mx + bias": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16, "bias"),
+    "row fast + out": ((1, FULL), (FULL, 1), torch.float32, True, torch.float32, "out"),
+    "row + out": ((1, FULL), (FULL, 1), torch.float32, False, torch.float32, "out"),
+    "row bf16 + out": ((1, FULL), (FULL, 1), torch.float32, False, torch.bfloat16, "out"),
+    "1x128 + out": ((1, 128), (128, 1), torch.float32, False, torch.float32, "out"),
+    "mx + out": ((1, 32), (32, 1), E8M0.dtype, False, torch.float32, "out"),
     "row, groups": ((1, FULL), (FULL, 1), torch.float32, False, torch.bfloat16, "rows"),
     "row fast, groups": ((1, FULL), (FULL, 1), torch.float32, True, torch.bfloat16, "rows"),
     "1x128, groups": ((1, 128), (128, 128), torch.float32, False, torch.bfloat16, "rows"),
@@ -161,7 +171,15 @@ def main(targets: list[str]) -> None:
                 blocks = block_a, block_b[::-1]
                 grouped_triton.multiply_columns(a, b, scale_a, scale_b, offs, *blocks, *last)
             else:
-                matmul_triton.multiply(a, b.t(), scale_a, scale_b, block_a, block_b, *last)
+                added = {
+                    kind: new(*shape, dtype=dtype)
+                    for kind, shape, dtype in (
+                        ("bias", (n,), torch.bfloat16),
+                        ("out", (m, n), out_dtype),
+                    )
+                    if groups == [kind]
+                }
+                matmul_triton.multiply(a, b.t(), scale_a, scale_b, block_a, block_b, *last, **added)
             shown = facts(compiled(launches[0], target))
             print(json.dumps({"target": name, "mode": mode, **shown}), flush=True)
 

@@ -1,5 +1,6 @@
-"""The scaled matrix product: the reference against float64, the choice of an implementation, and
-what is handed to torch's own kernels, which this machine need not have.
+"""The scaled matrix product: the reference against float64, a bias, sums with what is there, the
+choice of an implementation, and what is handed to torch's own kernels, which this machine need not
+have.
 
 Shape letters: M rows of a, N columns of b, K the contraction.
 """
@@ -24,7 +25,7 @@ from float8.kernels.matmul import Operand, contraction_error, native_mode, selec
 from float8.scaling import Block, scale_shape
 from float8.testing import assert_same_bytes, deterministic, needs, relative_error
 
-scaled_mm = float8.ops.scaled_mm
+scaled_mm, scaled_mm_add_ = float8.ops.scaled_mm, float8.ops.scaled_mm_add_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
 Blocks = tuple[Block, Block, str]  # of a [M, K], of b [K, N], and the mode of their scales
@@ -91,19 +92,38 @@ def operands(
 
 
 def multiply(
-    a: Matrix, b: Matrix, out_dtype: torch.dtype, impl: str = "torch", fast_accum: bool = False
+    a: Matrix,
+    b: Matrix,
+    out_dtype: torch.dtype,
+    impl: str = "torch",
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    out = scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, fast_accum, impl)
+    out = scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, fast_accum, impl, bias)
     assert out.dtype == out_dtype
     assert out.shape == (a[0].shape[0], b[0].shape[1])
     assert out.is_contiguous()
     return out
 
 
-def assert_product(out: Tensor, a: Matrix, b: Matrix) -> None:
+def add(out: Tensor, a: Matrix, b: Matrix, impl: str = "torch", fast_accum: bool = False) -> Tensor:
+    """What ``out`` is after the product was added to a copy of it, which nothing else touched."""
+    flat = torch.full((out.numel() + 35,), -0.0, dtype=out.dtype, device=out.device)
+    inner = flat[17 : 17 + out.numel()].view(out.shape).copy_(out)  # not on 16 bytes
+    args = (a[0], b[0], a[1], b[1], a[2], b[2], fast_accum, impl)
+    assert scaled_mm_add_(inner, *args) is None
+    rest = torch.cat([flat[:17], flat[17 + out.numel() :]])
+    assert_same_bytes(rest, torch.full_like(rest, -0.0))
+    aligned = out.clone()
+    scaled_mm_add_(aligned, *args)
+    assert_same_bytes(aligned, inner)
+    return aligned
+
+
+def assert_product(out: Tensor, a: Matrix, b: Matrix, added: Tensor | float = 0.0) -> None:
     """Every element within the rounding errors of float32 sums and of the output's dtype."""
     a_MK, b_KN = values(*a), values(*b)
-    truth, magnitude = a_MK @ b_KN, a_MK.abs() @ b_KN.abs()
+    truth, magnitude = a_MK @ b_KN + added, a_MK.abs() @ b_KN.abs() + abs(added)
     info = torch.finfo(out.dtype)
     bound = (
         (a_MK.shape[1] + 4) * 2.0**-24 * magnitude
@@ -111,6 +131,26 @@ def assert_product(out: Tensor, a: Matrix, b: Matrix) -> None:
         + info.smallest_normal * info.eps
     )
     assert torch.all((out.double() - truth).abs() <= bound)
+
+
+def integers(
+    m: int,
+    k: int,
+    n: int,
+    blocks: Blocks,
+    formats: tuple[Float8Format, Float8Format],
+    device: str = "cpu",
+) -> tuple[Matrix, Matrix]:
+    """Operands whose products and sums are exact in whatever order and however few bits: small
+    integers, and scales of 1 and 2."""
+    pair = []
+    for shape, block, fmt in zip(((m, k), (k, n)), blocks[:2], formats, strict=True):
+        data = torch.randint(-2, 3, shape, device=device).to(torch.float32).to(fmt.dtype)
+        scale = torch.randint(1, 3, scale_shape(shape, block), device=device).to(torch.float32)
+        if blocks[2].startswith("e8m0"):
+            scale = (scale + 126).to(torch.uint8).view(E8M0.dtype)
+        pair.append((data, scale, block))
+    return pair[0], pair[1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -138,6 +178,126 @@ def test_the_bf16_product_of_mx_blocks(device: str) -> None:
         multiply(a, b, torch.bfloat16, "torch_bf16")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("blocks", [*NATIVE.values(), *ODD.values()], ids=[*NATIVE, *ODD])
+def test_a_bias_and_a_sum_with_what_is_there_are_rounded_once(blocks: Blocks, device: str) -> None:
+    """In float32, whatever dtype what is added has."""
+    impls = ["torch", "torch_bf16"] if blocks == NATIVE["mx"] else ["torch"]
+    for dtype, other, impl in itertools.product(OUT_DTYPES, OUT_DTYPES, impls):
+        a, b = operands(33, 129, 17, blocks, FN, device)
+        bias = torch.randn(17, device=device).to(other) * 3
+        got = multiply(a, b, dtype, impl, bias=bias)
+        product = multiply(a, b, torch.float32, impl)
+        assert_product(got, a, b, bias.double())
+        assert_same_bytes(got, (product + bias.float()).to(dtype))
+        there = torch.randn(33, 17, device=device).to(dtype) * 3
+        got = add(there, a, b, impl)
+        assert_product(got, a, b, there.double())
+        assert_same_bytes(got, (product + there.float()).to(dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_of_many_products_lose_nothing_in_float32(device: str) -> None:
+    """As a weight's gradient gathers those of micro-batches."""
+    blocks = NATIVE["row x row"]
+    total, truth = torch.zeros(33, 17, device=device), torch.zeros(33, 17, device=device).double()
+    for k in (1, 16, 35, 128, 129):
+        a, b = integers(33, k, 17, blocks, FN, device)
+        total = add(total, a, b)
+        truth += values(*a) @ values(*b)
+        assert torch.equal(total.double(), truth)
+
+
+def test_a_sum_that_cancels_keeps_what_its_product_alone_would_lose() -> None:
+    """257 is no bf16 value, and 1 is."""
+    ones = torch.ones(3, 257).to(E4M3FN.dtype)
+    a, b = (ones, torch.ones(3, 1), (1, FULL)), (ones.t(), torch.ones(1, 3), (FULL, 1))
+    there = torch.full((3, 3), -256.0).bfloat16()
+    for out in (multiply(a, b, torch.bfloat16, bias=there[0]), add(there, a, b)):
+        assert_same_bytes(out, torch.ones(3, 3).bfloat16())
+
+
+def test_what_is_not_a_number_surfaces_where_it_was_added() -> None:
+    a, b = operands(6, 40, 5, NATIVE["row x row"], FN)
+    clean = multiply(a, b, torch.float32)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        bias = torch.tensor([0.0, 0.0, bad, 0.0, 0.0])
+        out = multiply(a, b, torch.float32, bias=bias)
+        assert_same_bytes(out, clean + bias)
+        assert not out[:, 2].isfinite().any()
+        there = torch.zeros(6, 5)
+        there[1, 3] = bad
+        out = add(there, a, b)
+        assert_same_bytes(out, clean + there)
+        assert out.isfinite().sum() == 29
+
+
+def test_a_bias_of_any_strides_adds_the_same() -> None:
+    a, b = operands(6, 40, 5, NATIVE["row x row"], FN)
+    bias = torch.randn(5)
+    expected = multiply(a, b, torch.bfloat16, bias=bias)
+    views = bias.repeat_interleave(2)[::2], torch.cat([bias[:1], bias])[1:], bias[:1].expand(5)
+    for view in views[:2]:
+        assert_same_bytes(multiply(a, b, torch.bfloat16, bias=view), expected)
+    same = multiply(a, b, torch.bfloat16, bias=bias[:1].repeat(5))
+    assert_same_bytes(multiply(a, b, torch.bfloat16, bias=views[2]), same)
+
+
+def test_autograd_knows_what_was_written() -> None:
+    a, b = operands(6, 40, 5, NATIVE["row x row"], FN)
+    out, w = torch.randn(6, 5), torch.randn(6, 5, requires_grad=True)
+    loss = (w * out).sum()
+    add_to = (a[0], b[0], a[1], b[1], a[2], b[2], False, "torch")
+    scaled_mm_add_(out, *add_to)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():  # in which tensors have no versions
+        scaled_mm_add_(torch.randn(6, 5), *add_to)
+
+
+def test_what_cannot_be_added_is_refused() -> None:
+    expecttest = pytest.importorskip("expecttest")
+    a, b = operands(6, 40, 5, NATIVE["row x row"], FN)
+    messages = []
+    for bias in (torch.zeros(6), torch.zeros(1, 5), torch.zeros(5).double(), b[0][0]):
+        with pytest.raises(ValueError) as refusal:
+            multiply(a, b, torch.bfloat16, bias=bias)
+        messages.append(str(refusal.value))
+    for out in (
+        torch.zeros(5, 6), torch.zeros(5, 6).t(), torch.zeros(5), torch.zeros(6, 5).double(),
+        torch.zeros(6, 8)[:, :5], torch.zeros(6, 5, device="meta"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as refusal:
+            scaled_mm_add_(out, a[0], b[0], a[1], b[1], a[2], b[2], False, "torch")
+        messages.append(str(refusal.value))
+    with FakeTensorMode(), pytest.raises(ValueError, match="bias is"):  # while tracing
+        fakes = [torch.empty(t.shape, dtype=t.dtype) for t in (a[0], b[0], a[1], b[1])]
+        scaled_mm(*fakes, a[2], b[2], torch.bfloat16, False, "torch", bias=torch.empty(6))
+    expecttest.assert_expected_inline(
+        wrapped(*messages),
+        """\
+bias is torch.float32 of shape (6,); it must be one of torch.bfloat16, torch.float16,
+    torch.float32 of shape (5,)
+bias is torch.float32 of shape (1, 5); it must be one of torch.bfloat16, torch.float16,
+    torch.float32 of shape (5,)
+bias is torch.float64 of shape (5,); it must be one of torch.bfloat16, torch.float16,
+    torch.float32 of shape (5,)
+bias is torch.float8_e5m2 of shape (5,); it must be one of torch.bfloat16, torch.float16,
+    torch.float32 of shape (5,)
+out is torch.float32 of shape (5, 6) and strides (6, 1); this product is added to one of
+    torch.bfloat16, torch.float16, torch.float32 of shape (6, 5), contiguous
+out is torch.float32 of shape (6, 5) and strides (1, 6); this product is added to one of
+    torch.bfloat16, torch.float16, torch.float32 of shape (6, 5), contiguous
+out is torch.float32 of shape (5,) and strides (1,); this product is added to one of
+    torch.bfloat16, torch.float16, torch.float32 of shape (6, 5), contiguous
+out is torch.float64 of shape (6, 5) and strides (5, 1); this product is added to one of
+    torch.bfloat16, torch.float16, torch.float32 of shape (6, 5), contiguous
+out is torch.float32 of shape (6, 5) and strides (8, 1); this product is added to one of
+    torch.bfloat16, torch.float16, torch.float32 of shape (6, 5), contiguous
+operands are on cpu and cpu and cpu and cpu and meta; move them to one device""",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, torch refuses cuBLAS under deterministic algorithms."""
@@ -151,10 +311,13 @@ def test_empty_matrices(blocks: Blocks, impl: str, device: str) -> None:
     with deterministic():  # memory that nobody wrote would be NaN
         for m, k, n in ((5, 0, 3), (0, 32, 3), (5, 32, 0), (0, 0, 0)):
             a, b = operands(m, k, n, blocks, FN, device)
-            assert torch.equal(
-                multiply(a, b, torch.bfloat16, impl),
-                torch.zeros(m, n, dtype=torch.bfloat16, device=device),
-            )
+            zeros = torch.zeros(m, n, dtype=torch.bfloat16, device=device)
+            assert torch.equal(multiply(a, b, torch.bfloat16, impl), zeros)
+            bias = torch.randn(n, device=device)
+            got = multiply(a, b, torch.bfloat16, impl, bias=bias)
+            assert_same_bytes(got, bias.bfloat16().expand(m, n))
+            there = torch.full((m, n), -0.0, device=device)
+            assert_same_bytes(add(there, a, b, impl), there)  # not even by a zero
 
 
 def test_a_nan_scale_surfaces_in_its_rows_or_columns_and_nowhere_else() -> None:
@@ -250,15 +413,21 @@ def test_the_reference_keeps_out_of_autocast() -> None:
         assert_same_bytes(multiply(a, b, torch.float32), expected)
 
 
-def test_the_op_is_registered_as_torch_wants_it() -> None:
+def test_the_ops_are_registered_as_torch_wants_it() -> None:
+    ops = torch.ops.float8
     for blocks in (NATIVE["row x row"], NATIVE["mx"], ODD["3x5 x 2x5"]):
         a, b = operands(5, 40, 3, blocks, FN)
-        args = (a[0], b[0], a[1], b[1], list(a[2]), list(b[2]), torch.bfloat16, False, "torch")
-        before = [t.clone() for t in args[:4]]
+        tensors, sizes = (a[0], b[0], a[1], b[1]), (list(a[2]), list(b[2]))
+        before = [t.clone() for t in tensors]
         # test_schema compares the inputs by arithmetic that torch does not have on FP8.
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(torch.ops.float8.scaled_mm.default, args, test_utils=checks)
-        for t, old in zip(args[:4], before, strict=True):
+        last = torch.bfloat16, False, "torch"
+        for bias in ((), (torch.randn(3),)):
+            args = *tensors, *sizes, *last, *bias
+            torch.library.opcheck(ops.scaled_mm.default, args, test_utils=checks)
+        sums = torch.randn(5, 3), *tensors, *sizes, *last[1:]
+        torch.library.opcheck(ops.scaled_mm_add_.default, sums, test_utils=checks)
+        for t, old in zip(tensors, before, strict=True):
             assert_same_bytes(t, old)
 
 
@@ -591,6 +760,7 @@ class Scaled:
     def __init__(self, row_dtypes: tuple[torch.dtype, ...]) -> None:
         self.row_dtypes = row_dtypes
         self.calls: list[str] = []
+        self.biased = False  # the last call
         self.real = F.scaled_mm
 
     def __call__(
@@ -601,12 +771,18 @@ class Scaled:
         recipe_a: F.ScalingType,
         scale_b: Tensor,
         recipe_b: F.ScalingType,
+        bias: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         (m, k), n = a.shape, b.shape[1]
         kinds, out_dtype = (recipe_a, recipe_b), options["output_dtype"]
         fast_accum = options["use_fast_accum"]
         self.calls.append(f"{recipe_a.name} {recipe_b.name} {out_dtype} {fast_accum=}")
+        self.biased = bias is not None
+        if bias is not None:
+            assert {recipe_a, recipe_b} <= {F.ScalingType.TensorWise, F.ScalingType.RowWise}
+            assert bias.dtype == out_dtype != torch.float32
+            assert (bias.shape, bias.stride(), bias.data_ptr() % 16) == ((n,), (1,), 0)
         for scale in (scale_a, scale_b):
             assert scale.data_ptr() % (4 if scale.numel() == 1 else 16) == 0
         for t in (a, b.t()):  # row-major, rows and start on 16 bytes
@@ -623,14 +799,16 @@ class Scaled:
             with FakeTensorMode():
                 fakes = [
                     torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-                    for t in (a, b, scale_a, scale_b)
+                    for t in (a, b, scale_a, scale_b, *([] if bias is None else [bias]))
                 ]
-                self.real(*fakes[:3], recipe_a, fakes[3], recipe_b, **options)
+                fake_bias = fakes[4] if self.biased else None
+                self.real(*fakes[:3], recipe_a, fakes[3], recipe_b, bias=fake_bias, **options)
         if recipe_b == F.ScalingType.RowWise:
             scale_b = scale_b.t()
         a_MK = self.values(a, scale_a, recipe_a, options.get("swizzle_a"))
         b_NK = self.values(b.t(), scale_b, recipe_b, options.get("swizzle_b"))
-        return (a_MK @ b_NK.t()).to(out_dtype)
+        added = 0.0 if bias is None else bias.double()
+        return (a_MK @ b_NK.t() + added).to(out_dtype)
 
     def values(
         self, x_RK: Tensor, scale: Tensor, recipe: F.ScalingType, swizzle: F.SwizzleType | None
@@ -723,7 +901,9 @@ def test_the_hopper_kernel_gets_what_it_documents(
         mode: matmul_hopper.Mode,
         out_dtype: torch.dtype,
         fast_accum: bool,
+        *added: Tensor | None,
     ) -> Tensor:
+        bias, out = added
         assert matmul_hopper.fits(a_MK, b_NK) is None
         wide = []
         for x, scale, block in zip(
@@ -732,7 +912,14 @@ def test_the_hopper_kernel_gets_what_it_documents(
             single = mode == "rowwise" and scale.shape == (1, 1)
             assert single or scale.shape == scale_shape(x.shape, block)
             wide.append(values(x, scale, (FULL, FULL) if single else block))
-        return (wide[0] @ wide[1].t()).to(out_dtype)
+        product = wide[0] @ wide[1].t()
+        if out is not None:
+            assert bias is None and out.dtype == out_dtype and out.is_contiguous()
+            return out.copy_(out + product)
+        if bias is not None:
+            assert bias.is_contiguous()
+            product += bias
+        return product.to(out_dtype)
 
     on("sm_90")
     monkeypatch.setattr(matmul_hopper, "scaled_mm_hopper", multiplied)
@@ -742,6 +929,10 @@ def test_the_hopper_kernel_gets_what_it_documents(
         for rewrite in REWRITES.values():
             moved = [(rewrite(data), scale, block) for data, scale, block in (a, b)]
             assert_product(multiply(*moved, torch.float32, "hopper"), a, b)
+        bias, there = torch.randn(n, 2)[:, 0].bfloat16(), torch.randn(m, n).bfloat16()
+        got = multiply(a, b, torch.bfloat16, "hopper", bias=bias)
+        assert_product(got, a, b, bias.double())
+        assert_product(add(there, a, b, "hopper"), a, b, there.double())
 
 
 def test_slices_of_scaled_tensors_reach_torchs_kernels(native: Scaled) -> None:
@@ -806,6 +997,37 @@ def test_row_scaled_kernels_that_write_bf16_only(
             assert_product(multiply(a, b, out_dtype, "cublas"), a, b)
 
 
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "gfx950"])
+def test_torchs_kernels_add_the_biases_that_they_take(
+    arch: str, native: Scaled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the output's dtype, beside scales of tensors and rows, on NVIDIA; any other is added to
+    float32."""
+    profile = describe(arch)
+    native.row_dtypes = OUT_DTYPES if arch == "sm_90" else (torch.bfloat16,)
+    monkeypatch.setattr(matmul, "device_profile", lambda device: profile)
+    for name, blocks in NATIVE.items():
+        if matmul.IMPLEMENTATIONS["cublas"](profile, *pair(blocks)) is not None:
+            continue
+        for out_dtype, bias_dtype in itertools.product(OUT_DTYPES, OUT_DTYPES):
+            for m, k, n in ((35, 129, 17), (16, 128, 48)):
+                a, b = operands(m, k, n, blocks, FN)
+                wide = torch.randn(n + 1).to(bias_dtype) * 3
+                for bias in (wide[:n], wide[1:]):  # on 16 bytes and not
+                    got = multiply(a, b, out_dtype, "cublas", bias=bias)
+                    assert_product(got, a, b, bias.double())
+                takes = bias_dtype == out_dtype != torch.float32 and arch != "gfx950"
+                if "row" in name and arch != "sm_90":
+                    takes = takes and out_dtype == torch.bfloat16
+                elif "1x" in name or name == "mx":
+                    takes = False
+                assert native.biased == takes, (name, out_dtype, bias_dtype)
+        there = torch.randn(35, 17) * 3
+        for dtype in OUT_DTYPES:
+            a, b = operands(35, 129, 17, blocks, FN)
+            assert_product(add(there.to(dtype), a, b, "cublas"), a, b, there.to(dtype).double())
+
+
 # ---- on a GPU ----------------------------------------------------------------------------------
 
 
@@ -844,6 +1066,39 @@ def test_torchs_kernels_are_as_exact_as_the_reference(
                         error,
                         reference,
                     )
+
+
+@needs("fp8")
+@pytest.mark.parametrize("impl", [*matmul.IMPLEMENTATIONS])
+@pytest.mark.parametrize("name", NATIVE)
+def test_every_implementation_adds_alike(name: str, impl: str) -> None:
+    """A bias, or to what is there: the reference's bits where sums are exact, and else as exact."""
+    device, blocks = torch.device("cuda"), NATIVE[name]
+    refuses = matmul.IMPLEMENTATIONS[impl](float8.device_profile(device), *pair(blocks))
+    if refuses is not None:
+        pytest.skip(refuses)
+    for (m, k, n), dtype, other in itertools.product(
+        ((1, 16, 1), (35, 129, 17), (300, 512, 264)), OUT_DTYPES, OUT_DTYPES
+    ):
+        bias = torch.randn(n, device=device).to(other) * 9
+        there = torch.randn(m, n, device=device).to(dtype) * 9
+        a, b = integers(m, k, n, blocks, (E4M3FN, E4M3FN), "cuda")
+        whole, sums = bias.round() + 0.0, there.round() + 0.0  # without -0
+        got = multiply(a, b, dtype, impl, bias=whole)
+        assert_same_bytes(got, multiply(a, b, dtype, "torch", bias=whole))
+        assert_same_bytes(add(sums, a, b, impl), add(sums, a, b, "torch"))
+        a, b = operands(m, k, n, blocks, (E4M3FN, E4M3FN), "cuda")
+        product = values(*a) @ values(*b)
+        for got, reference, truth in (
+            (
+                multiply(a, b, dtype, impl, bias=bias),
+                multiply(a, b, dtype, "torch", bias=bias),
+                product + bias.double(),
+            ),
+            (add(there, a, b, impl), add(there, a, b, "torch"), product + there.double()),
+        ):
+            allowed = 2 * relative_error(reference, truth) + 2.0**-11
+            assert relative_error(got, truth) <= allowed, (impl, m, k, n, dtype, other)
 
 
 @needs("fp8")

@@ -23,6 +23,7 @@ from test_matmul import (
     Blocks,
     Matrix,
     assert_product,
+    integers,
     operands,
     pair,
     tiny,
@@ -127,25 +128,38 @@ def on(monkeypatch: pytest.MonkeyPatch) -> On:
 
 
 def run(
-    a: Matrix, b: Matrix, out_dtype: torch.dtype = torch.float32, fast_accum: bool = False
+    a: Matrix,
+    b: Matrix,
+    out_dtype: torch.dtype = torch.float32,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The kernel alone, with no copy of operands before it."""
-    out = matmul_triton.multiply(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, fast_accum)
+    given = out
+    out = matmul_triton.multiply(
+        a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, fast_accum, bias, out
+    )
     assert out.dtype == out_dtype
     assert out.shape == (a[0].shape[0], b[0].shape[1])
     assert out.is_contiguous()
+    assert given is None or out is given
     return out
 
 
-def check(out: Tensor, a: Matrix, b: Matrix, fast_accum: bool = False) -> None:
+def check(
+    out: Tensor, a: Matrix, b: Matrix, fast_accum: bool = False, added: Tensor | None = None
+) -> None:
     """As exact as rounding allows in the interpreter, whose sums are of float32. On a GPU as the
     reference, but for what tensor cores drop within a partial sum (see test_matmul.py)."""
     if not GPU:
-        assert_product(out, a, b)
+        assert_product(out, a, b, 0.0 if added is None else added.double())
         return
     truth = values(*a) @ values(*b)
-    reference = matmul.scaled_mm_torch(a[0], b[0], a[1], b[1], a[2], b[2], out.dtype)
-    rounding = 2.0**-10 if fast_accum else 2.0**-11
+    rounding = (2.0**-10 if fast_accum else 2.0**-11) * float(truth.norm())
+    reference = matmul.scaled_mm_torch(a[0], b[0], a[1], b[1], a[2], b[2], out.dtype, added)
+    truth = truth if added is None else truth + added.double()
+    rounding /= max(float(truth.norm()), 1e-300)
     assert relative_error(out, truth) <= 2 * relative_error(reference, truth) + rounding
 
 
@@ -170,6 +184,73 @@ def test_products_of_any_size(name: str, arch: str, on: On) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", MODES)
+def test_a_bias_and_what_is_there_are_added(name: str, arch: str, on: On) -> None:
+    """Before the one rounding; the reference's bits where sums are exact. Nothing beside an output
+    is written, wherever it begins."""
+    formats = pairs(on(arch))
+    first = list(MODES).index(name) + ARCHS.index(arch)
+    cases = [
+        ((17, 129, 300), torch.bfloat16, torch.bfloat16),
+        ((129, 176, 15), torch.float32, torch.float16),
+        ((35, 300, 131), torch.bfloat16, torch.float32),
+        ((1, 16, 1), torch.float16, torch.float32),
+    ]
+    for i, ((m, k, n), dtype, other) in enumerate(cases if GPU else [cases[first % 4]]):
+        pair, fast_accum = formats[(first + i) % 4], (first + i) % 2 == 1
+        buffer = torch.full((m * n + 40,), -0.0, dtype=dtype, device=DEVICE)
+        for make, start in ((operands, 16), (integers, 3)):
+            a, b = make(m, k, n, MODES[name], pair, DEVICE)
+            bias = torch.randn(n, device=DEVICE).to(other) * 9
+            there = torch.randn(m, n, device=DEVICE).to(dtype) * 9
+            if make is integers:
+                bias, there = bias.round() + 0.0, there.round() + 0.0  # without -0
+            biased = run(a, b, dtype, fast_accum, bias)
+            buffer.fill_(-0.0)
+            summed = buffer[start : start + m * n].view(m, n).copy_(there)
+            run(a, b, dtype, fast_accum, out=summed)
+            for got, added in ((biased, bias), (summed, there)):
+                check(got, a, b, fast_accum, added)
+                if make is integers:
+                    args = a[0], b[0], a[1], b[1], a[2], b[2], dtype
+                    assert_same_bytes(got, matmul.scaled_mm_torch(*args, added))
+            summed.fill_(-0.0)
+            assert_same_bytes(buffer, torch.full_like(buffer, -0.0))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_ops_reach_what_adds(arch: str, on: On) -> None:
+    """With a bias of any strides, and operands that are copied first."""
+    a, b = operands(34, 33, 20, NATIVE["row x row"], pairs(on(arch))[0], DEVICE)
+    args = a[0], b[0], a[1], b[1], a[2], b[2]
+    bias = torch.randn(20, 2, device=DEVICE)[:, 1]
+    got = float8.ops.scaled_mm(*args, torch.bfloat16, False, "triton", bias)
+    check(got, a, b, added=bias)
+    there = torch.randn(34, 20, device=DEVICE)
+    out = there.clone()
+    float8.ops.scaled_mm_add_(out, *args, False, "triton")
+    check(out, a, b, added=there)
+    version = out._version
+    float8.ops.scaled_mm_add_(out, *args, False, "triton")
+    assert out._version > version  # autograd is told of it
+
+
+@NUMPY
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nan_and_inf_that_are_added(arch: str, on: On) -> None:
+    a, b = operands(20, 48, 150, NATIVE["row x row"], pairs(on(arch))[0], DEVICE)
+    for bad in (torch.nan, torch.inf):
+        bias = torch.zeros(150, device=DEVICE)
+        bias[149] = bad
+        there = torch.zeros(20, 150, device=DEVICE)
+        there[19, 3] = -bad
+        got = run(a, b, bias=bias)
+        assert not got[:, 149].isfinite().any() and got[:, :149].isfinite().all()
+        got = run(a, b, out=there.clone())
+        assert torch.equal(got.isfinite(), there.isfinite())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_more_tiles_than_programs(arch: str, on: On) -> None:
     """Over groups of eight rows of tiles, of which the last is not full; with whole tiles of K, so
     that operands have descriptors."""
@@ -179,6 +260,8 @@ def test_more_tiles_than_programs(arch: str, on: On) -> None:
         b = (b[0].t().contiguous().t(), *b[1:])
         for fast_accum in (False, True):
             check(run(a, b, torch.bfloat16, fast_accum), a, b, fast_accum)
+        there = torch.randn(m, n, device=DEVICE)
+        check(run(a, b, fast_accum=True, out=there.clone()), a, b, True, there)
 
 
 @NUMPY
@@ -323,13 +406,13 @@ def test_rows_that_are_further_apart_than_32_bits_count(arch: str, on: On) -> No
 # ---- how it is launched ------------------------------------------------------------------------
 
 
-def launched(a: Matrix, b: Matrix, fast_accum: bool = False) -> Any:
+def launched(a: Matrix, b: Matrix, fast_accum: bool = False, **added: Any) -> Any:
     """What the kernel is compiled for, to multiply these."""
     of = matmul_triton.Part.of
     device = torch.device(DEVICE)
     return matmul_triton._launch(
         of(a[0]), of(b[0].t()), of(a[1]), of(b[1]), a[2], b[2], torch.bfloat16, fast_accum,
-        device, matmul_triton.device_profile(device),
+        device, matmul_triton.device_profile(device), **added,
     )  # fmt: skip
 
 
@@ -365,9 +448,29 @@ def test_one_compilation_for_any_number_of_tokens(on: On) -> None:
     constants += [launched(*rows(64, k, 48)).launch.constants for k in (128, 1280)]
     assert all(c == constants[0] for c in constants)
     parameters = {p.name: p for p in getattr(matmul_triton.matmul_kernel, "params", [])}
-    for name in ("M", "scale_a_k", "scale_b_k") if GPU else ():
+    for name in ("M", "bias", "scale_a_k", "scale_b_k") if GPU else ():
         assert parameters[name].do_not_specialize
     assert launched(*rows(5, 256, 48)) is launched(*rows(5, 256, 48))
+
+
+def test_one_compilation_of_what_adds_for_any_number_of_tokens(on: On) -> None:
+    """Triton knows whether an output begins on 16 bytes, and so does the key of a launch."""
+    on(ARCHS[0])
+    of, bf16 = matmul_triton.Part.of, torch.bfloat16
+    added: list[Any] = [{"bias": bf16} for _ in range(4)]
+    added += [{"into": of(torch.zeros(m, 48, device=DEVICE))} for m in (1, 5, 64, 1000)]
+    constants = [
+        launched(*rows(m, 256, 48), **given).launch.constants
+        for m, given in zip((1, 5, 64, 1000) * 2, added, strict=True)
+    ]
+    plain = launched(*rows(5, 256, 48)).launch.constants
+    assert all(c == plain for c in constants[:4])  # a bias is told by its pointer alone
+    assert all(c == plain | {"ACCUMULATE": True} for c in constants[4:])
+    flat = torch.zeros(5 * 48 + 1, device=DEVICE)
+    a, b = rows(5, 256, 48)
+    there, moved = (of(flat[i:][: 5 * 48].view(5, 48)) for i in (0, 1))
+    assert launched(a, b, into=there) is not launched(a, b, into=moved)
+    assert launched(a, b, bias=bf16) is not launched(a, b, bias=torch.float32)
 
 
 def test_descriptors_are_made_of_what_they_can_describe(on: On) -> None:
@@ -487,7 +590,7 @@ def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: all products are of FP8, those of MX with scales where
     the hardware has that; nothing is spilled; tiles fit into shared memory."""
     kernels = machine_code("cross_compile_matmul.py", target)
-    assert len(kernels) == 15
+    assert len(kernels) == 25
     for kernel in kernels:
         scaled = kernel["mode"].startswith("mx") and target in ("sm_100", "gfx950")
         assert kernel["mx" if scaled else "fp8"] == kernel["all"] > 0, kernel
@@ -495,9 +598,10 @@ def test_machine_code(target: str) -> None:
         assert kernel["scratch"] <= (8 if "," in kernel["mode"] else 0), kernel
         assert kernel["shared"] <= describe(target).shared_memory, kernel
         # Partial sums are added in float32, and the compiler has not undone it.
-        sums = kernel["mode"].split(",")[0] in ("row", "any strides")
+        sums = kernel["mode"].split(",")[0].split(" +")[0] in ("row", "any strides")
         promoted = target in ("sm_89", "sm_90") and sums
-        assert (kernel["adds"] > 0) == promoted, kernel
+        if promoted or " + " not in kernel["mode"]:  # to what is added, there are others
+            assert (kernel["adds"] > 0) == promoted, kernel
         described = target in ("sm_90", "sm_100") and kernel["mode"] != "any strides"
         assert (kernel["tma"] > 0) == described, kernel
         # Two programs share a multiprocessor of sm_90 where sums leave the tensor cores.

@@ -79,16 +79,23 @@ def _load_codes(
 
 
 @triton.jit
-def _store(out, v, bias, row, column, M, N, ACCUMULATE: tl.constexpr):
-    i = row + tl.arange(0, v.shape[0])
-    j = column + tl.arange(0, v.shape[1])
-    inside = (i < M)[:, None] & (j < N)[None, :]
-    at = out + i[:, None].to(tl.int64) * N + j[None, :]
-    if bias is not None:
-        v += tl.load(bias + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
-    if ACCUMULATE:
-        v += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, v.to(out.dtype.element_ty), mask=inside)
+def _store(out, v, bias, row, column, M, N, ACCUMULATE: tl.constexpr, WIDTH: tl.constexpr):
+    """Write v at (row, column), WIDTH columns at a time, with what is to be added."""
+    if v.shape[1] > WIDTH:
+        HALF: tl.constexpr = v.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(v, [v.shape[0], 2, HALF]), [0, 2, 1]))
+        _store(out, left, bias, row, column, M, N, ACCUMULATE, WIDTH)
+        _store(out, right, bias, row, column + HALF, M, N, ACCUMULATE, WIDTH)
+    else:
+        i = row + tl.arange(0, v.shape[0])
+        j = column + tl.arange(0, v.shape[1])
+        inside = (i < M)[:, None] & (j < N)[None, :]
+        at = out + i[:, None].to(tl.int64) * N + j[None, :]
+        if bias is not None:
+            v += tl.load(bias + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
+        if ACCUMULATE:
+            v += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, v.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -163,13 +170,8 @@ def _multiply_tile(
     if INNER == _FULL and ((GROUPS == "none") or (begin < end)):
         acc *= _load_scales(scale_a, row, scale_a_m, scale_a_k, 0, high, ROWS, BM, 0)
         acc *= _load_scales(scale_b, column, scale_b_n, scale_b_k, 0, N, COLUMNS, BN, 1)
-    if WIDE:
-        halves = tl.permute(tl.reshape(acc, [BM, 2, BN // 2]), [0, 2, 1])
-        left, right = tl.split(halves)
-        _store(out, left, bias, row, column, high, N, ACCUMULATE)
-        _store(out, right, bias, row, column + BN // 2, high, N, ACCUMULATE)
-    else:
-        _store(out, acc, bias, row, column, high, N, ACCUMULATE)
+    PARTS: tl.constexpr = (4 if ACCUMULATE else 2) if WIDE else 1
+    _store(out, acc, bias, row, column, high, N, ACCUMULATE, BN // PARTS)
 
 
 @triton.jit
@@ -203,8 +205,9 @@ def matmul_kernel(
     PROMOTE: sums over BK leave the matrix instructions, which on sm_89 and sm_90 keep less than
     float32, and are added up in float32. TMA: a and b, as [N, K], are tensor descriptors, otherwise
     pointers. EVEN_K: no step along K needs a mask. NEAR: a tile of a or b spans less than 2^31
-    elements. WIDE: the loads of a tile begin before the last one is stored, which is done in two
-    halves for want of shared memory. ACCUMULATE: onto what the output holds.
+    elements. WIDE: the loads of a tile begin before the last one is stored, which is done in parts
+    for want of shared memory. ACCUMULATE: onto what the output holds, for which there are registers
+    in smaller parts.
     """
     across = tl.cdiv(N, BN)
     if GROUPS == "none":
