@@ -17,6 +17,7 @@ import importlib
 import importlib.metadata
 import multiprocessing
 import multiprocessing.connection
+import random
 import statistics
 import subprocess
 import time
@@ -70,8 +71,10 @@ class Timer:
     def microseconds(self, runs: dict[str, Run], wait: bool = False) -> dict[str, float]:
         """Median time of each, in turns. ``wait``: each starts from an idle GPU."""
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in runs}
+        order, shuffle = list(runs.items()), random.Random(0).shuffle
         for _ in range(self.repeat):
-            for name, run in runs.items():
+            shuffle(order)  # what runs before one decides how warm the card is, and its clock
+            for name, run in order:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 self.flush()
                 if wait:
