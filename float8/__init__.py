@@ -10,6 +10,7 @@ from .devices import assume_device as assume_device
 from .devices import device_profile as device_profile
 from .devices import format_for as format_for
 from .dispatch import copy as _copy  # noqa: F401 (fills the table)
+from .dispatch import grouped as _grouped  # noqa: F401
 from .dispatch import matmul as _matmul  # noqa: F401
 from .dispatch import shape as _shape  # noqa: F401
 from .dispatch import value as _value  # noqa: F401
