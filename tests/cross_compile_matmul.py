@@ -35,8 +35,9 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
 } | {f.dtype: f"*{f.triton.replace('float8e', 'fp8e')}" for f in FORMATS if f.kind != "e8m0"}
+INTO = "columns", "out"
 # blocks of a and b, dtype of the scales, whether sums may stay in the tensor cores, dtype out, and
-# what groups are of or what the product is added to
+# what groups are of and what the product is added to
 MODES: dict[str, tuple[Any, ...]] = {
     "tensor fast": ((FULL, FULL), (FULL, FULL), torch.float32, True, torch.bfloat16),
     "row fast": ((1, FULL), (FULL, 1), torch.float32, True, torch.float32),
@@ -63,6 +64,10 @@ MODES: dict[str, tuple[Any, ...]] = {
     "row fast, columns": ((1, FULL), (FULL, 1), torch.float32, True, torch.bfloat16, "columns"),
     "1x128, columns": ((1, 128), (128, 1), torch.float32, False, torch.bfloat16, "columns"),
     "mx, columns": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16, "columns"),
+    "row, columns + out": ((1, FULL), (FULL, 1), torch.float32, False, torch.float32, *INTO),
+    "row fast, columns + out": ((1, FULL), (FULL, 1), torch.float32, True, torch.float32, *INTO),
+    "1x128, columns + out": ((1, 128), (128, 1), torch.float32, False, torch.float32, *INTO),
+    "mx, columns + out": ((1, 32), (32, 1), E8M0.dtype, False, torch.bfloat16, *INTO),
 }
 
 
@@ -164,12 +169,13 @@ def main(targets: list[str]) -> None:
                 grouped_triton.multiply_rows(
                     a, stack, scale_a, scale_b.t().expand(lead), offs, *blocks, *last
                 )
-            elif groups == ["columns"]:
+            elif "columns" in groups:
                 scale_b = scale_b.t()
                 if block_a[1] == FULL:
                     scale_a, scale_b = (s.t().expand(count, -1) for s in (scale_a, scale_b))
                 blocks = block_a, block_b[::-1]
-                grouped_triton.multiply_columns(a, b, scale_a, scale_b, offs, *blocks, *last)
+                out = new(count, m, n, dtype=out_dtype) if "out" in groups else None
+                grouped_triton.multiply_columns(a, b, scale_a, scale_b, offs, *blocks, *last, out)
             else:
                 added = {
                     kind: new(*shape, dtype=dtype)

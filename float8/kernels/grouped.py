@@ -355,16 +355,24 @@ def grouped_wgrad(
     _check_columns(x)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros(_shape_columns(x), dtype=out_dtype)
-    if impl == "torch":
-        return _grouped_wgrad_reference(x)
+    return _run_columns(x)
+
+
+def _run_columns(x: GroupedProduct, out: Tensor | None = None) -> Tensor:
+    """The products, new or added to ``out``, on the implementation that x names."""
+    if x.impl == "torch":
+        if out is None:
+            return _grouped_wgrad_reference(x)
+        # Computed in float32, whatever out is.
+        return out.add_(_grouped_wgrad_reference(x._replace(out_dtype=torch.float32)))
     _check_takes(x, x.block_b[::-1], WGRAD_IMPLEMENTATIONS)
-    if impl == "triton":
+    if x.impl == "triton":
         from . import grouped_triton
 
-        return grouped_triton.multiply_columns(*x[:-1])
+        return grouped_triton.multiply_columns(*x[:-1], out)
     from . import grouped_hopper
 
-    return grouped_hopper.multiply_columns(*x[:-1])
+    return grouped_hopper.multiply_columns(*x[:-1], out)
 
 
 def _grouped_wgrad_reference(x: GroupedProduct) -> Tensor:
@@ -436,7 +444,7 @@ def grouped_wgrad_add_(
     impl: str,
 ) -> None:
     """Add what ``grouped_wgrad`` gives for the other arguments to ``out``: the gradients of another
-    micro-batch. ``hopper`` adds in its kernel; of others the products are made first, in float32.
+    micro-batch. The kernels add before they write.
 
     Args:
         out: bf16, fp16 or fp32 [G, N, K], contiguous. The sum is one of float32, rounded once; that
@@ -446,16 +454,9 @@ def grouped_wgrad_add_(
         ValueError: ``out`` is none of this; or as ``grouped_wgrad``.
     """
     x = _added(out, a, b, scale_a, scale_b, offs_t, block_a, block_b, fast_accum, impl)
-    if 0 in (*a.shape, *b.shape):
-        return
-    if impl != "hopper":
-        out += grouped_wgrad(*x._replace(out_dtype=torch.float32))
-        return
-    _check_takes(x, x.block_b[::-1], WGRAD_IMPLEMENTATIONS)
-    from . import grouped_hopper
-
-    grouped_hopper.multiply_columns(*x[:-1], out)
-    torch.autograd.graph.increment_version(out)  # autograd is to see what the kernel wrote
+    if 0 not in (*a.shape, *b.shape):
+        torch.autograd.graph.increment_version(out)  # a kernel's writing would pass unnoticed
+        _run_columns(x, out)
 
 
 def _added(out: Tensor, *arguments: Any) -> GroupedProduct:

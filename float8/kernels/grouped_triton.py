@@ -45,14 +45,18 @@ def multiply_columns(
     block_b: Block,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """[G, N, K] of operands, any strides, no size 0, where ``grouped.select`` has no objection."""
+    """[G, N, K] of operands, any strides, no size 0, where ``grouped.select`` has no objection; or
+    added to ``out``, contiguous."""
     (a_NP, _), (b_KP, _) = stacked(a_NP[None]), stacked(b_KP[None])
     groups, n, k = offs_t.shape[0], a_NP.shape[0], b_KP.shape[0]
-    out = torch.empty((groups, n, k), dtype=out_dtype, device=a_NP.device)
+    into = None if out is None else Part.of(out)
+    if out is None:
+        out = torch.empty((groups, n, k), dtype=out_dtype, device=a_NP.device)
     scale_a, scale_b = scale_by_group(scale_a, block_a), scale_by_group(scale_b, block_b)
     sizes, blocks = Groups("columns", groups, 0, k), (block_a, block_b[::-1])
-    _run(a_NP, b_KP, scale_a, scale_b.mT, offs_t, *blocks, fast_accum, out, sizes)
+    _run(a_NP, b_KP, scale_a, scale_b.mT, offs_t, *blocks, fast_accum, out, sizes, into)
     return out
 
 
@@ -67,11 +71,12 @@ def _run(
     fast_accum: bool,
     out: Tensor,
     groups: Groups,
+    into: Part | None = None,
 ) -> None:
     """Scales and blocks of b as of its transpose."""
     launch = _launch(
         Part.of(a), Part.of(b), Part.of(scale_a), Part.of(scale_b), block_a, block_b, out.dtype,
-        fast_accum, a.device, device_profile(a.device), groups,
+        fast_accum, a.device, device_profile(a.device), groups, into=into,
     )  # fmt: skip
     launch(a, b, scale_a, scale_b, out, offs.contiguous())
 
