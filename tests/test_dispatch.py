@@ -6,6 +6,7 @@ bit for bit, with one scale per block, or the op refuses with NotImplementedErro
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import float8
+import float8.dispatch.grouped as table_of_grouped
 import float8.dispatch.matmul as table_of_products
 from float8 import E4M3FN, E4M3FNUZ, E5M2, FULL, Float8TrainingTensor, assume_device, quantize
 from float8.dispatch.matmul import multiply
@@ -1232,6 +1236,411 @@ def test_a_frozen_weight_never_drops_gradients() -> None:
             assert first.weight.grad is not None and w8.grad is None
             if product is not products[1]:  # which adds a bias
                 assert relative_error(first.weight.grad, expected) < 0.15
+
+
+# --------------------------------------------------------------------------------------- grouped
+
+# Tokens, and how many of them each group has: none, one, ends inside blocks, and some left over.
+ROUTINGS: list[tuple[int, list[int]]] = [
+    (37, [5, 0, 17, 3]),
+    (400, [0, 128, 1, 130, 0]),
+    (33, [33]),
+    (20, [0, 0, 0]),
+]
+
+
+def ends(sizes: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def grouped_truth(a8: Tensor, b8: Tensor, offs: Tensor) -> Tensor:
+    """Group by group in float64, of the dequantised operands; rows of no group are zero."""
+    a, b, end = exact(a8), exact(b8), offs.tolist()
+    spans = list(zip([0, *end[:-1]], end, strict=True))
+    if a.ndim == 3:
+        return grouped_truth(b.mT, a.mT, offs).mT
+    if b.ndim == 2:
+        return torch.stack([a[:, i:j] @ b[i:j] for i, j in spans])
+    out = a.new_zeros(a.shape[0], b.shape[2])
+    for g, (i, j) in enumerate(spans):
+        out[i:j] = a[i:j] @ b[g]
+    return out
+
+
+def poison(x: Tensor, held: int, block: int = 1) -> Tensor:
+    """x with NaN in the rows that share no block with the first ``held``."""
+    rest = x.shape[0] if block == FULL else held + -held % block
+    return torch.where(torch.arange(len(x), device=x.device)[:, None] < rest, x, float("nan"))
+
+
+def tokens_of(
+    count: int, features: int, held: int, block: Block, device: str, mode: str = "fp32"
+) -> Float8TrainingTensor:
+    """Rows [T, features] as ``make`` makes them, poisoned after those of groups."""
+    x = make((count, features), (1, 1), device, torch.bfloat16).dequantize()
+    return quantize(poison(x, held, block[0]), block, scale_mode=mode)
+
+
+@pytest.fixture
+def grouped_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Block, Block]]:
+    """How every grouped FP8 product multiplies, and the blocks of its operands, in order."""
+    calls: list[tuple[str, Block, Block]] = []
+    for name in ("_multiply_rows", "_multiply_columns"):
+
+        def spy(a: Any, b: Any, *args: Any, name: str = name) -> Tensor:
+            calls.append((name.removeprefix("_multiply_"), a.block, b.block))
+            return multiply_grouped[name](a, b, *args)
+
+        monkeypatch.setattr(table_of_grouped, name, spy)
+    return calls
+
+
+multiply_grouped = {
+    name: getattr(table_of_grouped, name) for name in ("_multiply_rows", "_multiply_columns")
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_grouped_product_of_rows(name: str, device: str, grouped_products: list[Any]) -> None:
+    block_a, block_b, mode = PRODUCTS[name]
+    for count, sizes in ROUTINGS:
+        offs, k, n, held = ends(sizes, device), 160, 33, sum(sizes)
+        a8 = tokens_of(count, k, held, block_a, device, mode)
+        for lead in (1, FULL, 2):  # scales of one matrix, or of several
+            stack = make((len(sizes), n, k), (lead, *block_b[::-1]), device, torch.bfloat16, mode)
+            for b8 in (stack.mT, stack.mT.contiguous()):
+                want = grouped_truth(a8, b8, offs)
+                got = F.grouped_mm(a8, b8, offs=offs)
+                assert got.dtype == torch.bfloat16 and not got[held:].any()
+                assert_near(got, want)
+                assert_near(F.grouped_mm(b8.mT, a8.t(), offs=offs), want.mT)
+                half = torch._grouped_mm(a8, b8, offs, out_dtype=torch.float32)
+                assert half.dtype == torch.float32
+                assert_near(half, want)
+    assert {how for how, *_ in grouped_products} == {"rows"}
+    assert len(grouped_products) == len(ROUTINGS) * 3 * 2 * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_grouped_product_of_columns(name: str, device: str, grouped_products: list[Any]) -> None:
+    """Blocks of scales go across the borders of groups: their tokens are told apart."""
+    block_a, block_b, mode = PRODUCTS[name]
+    for count, sizes in ROUTINGS:
+        offs, n, k, held = ends(sizes, device), 33, 40, sum(sizes)
+        a8 = tokens_of(count, n, held, block_a[::-1], device, mode).t()
+        b8 = tokens_of(count, k, held, block_b, device, mode)
+        for left, right in ((a8, b8), (a8.contiguous(), b8.t().contiguous().t())):
+            got = F.grouped_mm(left, right, offs=offs)
+            assert got.dtype == torch.bfloat16 and got.shape == (len(sizes), n, k)
+            assert_near(got, grouped_truth(a8, b8, offs))
+            for g, size in enumerate(sizes):
+                assert size or not got[g].any()
+            half = torch._grouped_mm(left, right, offs, out_dtype=torch.float32)
+            assert_near(half, grouped_truth(a8, b8, offs))
+    assert {how for how, *_ in grouped_products} == {"columns"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_columns_of_a_group_see_no_other_groups_scale(device: str) -> None:
+    """Every group between blocks of NaN; one without tokens may lie inside such a block."""
+    x = torch.randn(160, 40, device=device)
+    x[32:64] = x[96:128] = float("nan")
+    offs = torch.tensor([32, 40, 40, 70, 90, 100, 140, 160], dtype=torch.int32, device=device)
+    for block in (1, 32), (40, 32):
+        a8, b8 = quantize(x.t().contiguous(), block), quantize(x, block[::-1])
+        got = F.grouped_mm(a8, b8, offs=offs)
+        want = grouped_truth(a8, b8, offs)
+        clean = [0, 2, 4, 7]
+        assert_near(got[clean], want[clean])
+        assert not got[2].any() and got[[1, 3, 5, 6]].isnan().all()
+        assert want[[1, 3, 5, 6]].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouped_product_of_two_stacks_is_bmm(device: str, fp8_products: list[Any]) -> None:
+    for block_a, block_b, mode in PRODUCTS.values():
+        a8 = make((3, 7, 96), (1, *block_a), device, torch.bfloat16, mode)
+        b8 = make((3, 96, 5), (1, *block_b), device, torch.bfloat16, mode)
+        assert_near(F.grouped_mm(a8, b8), exact(a8) @ exact(b8))
+    assert len(fp8_products) == 3 * len(PRODUCTS)
+    assert F.grouped_mm(a8, b8, out_dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block, other_block, mode", MATCHES)
+def test_grouped_high_precision_operand_is_quantised_to_match(
+    block: Block, other_block: Block, mode: str, device: str, grouped_products: list[Any]
+) -> None:
+    for count, sizes in ROUTINGS:
+        groups, offs, k, n, held = len(sizes), ends(sizes, device), 160, 40, sum(sizes)
+        x = poison(torch.randn(count, k, device=device).bfloat16(), held)
+        # What tokens of no group hold decides about nobody's scale.
+        clean = torch.where(torch.arange(count, device=device)[:, None] < held, x, 0)
+        x8 = quantize(clean, other_block, scale_mode=mode)
+        w8 = make((groups, n, k), (1, *block), device, torch.bfloat16, mode)
+        want = grouped_truth(x8, w8.mT, offs)
+        assert_near(F.grouped_mm(x, w8.mT, offs=offs), want)
+        assert_near(F.grouped_mm(w8, x.t(), offs=offs), want.mT)
+        w = torch.randn(groups, n, k, device=device).bfloat16()
+        x8 = tokens_of(count, k, held, block, device, mode)
+        match = quantize(w, (1, *other_block), scale_mode=mode)
+        assert_near(F.grouped_mm(x8, w.mT, offs=offs), grouped_truth(x8, match.mT, offs))
+        assert_near(F.grouped_mm(w, x8.t(), offs=offs), grouped_truth(match, x8.t(), offs))
+        g8 = tokens_of(count, n, held, block[::-1], device, mode)
+        match = quantize(clean, other_block[::-1], scale_mode=mode)
+        assert_near(F.grouped_mm(g8.t(), x, offs=offs), grouped_truth(g8.t(), match, offs))
+        assert_near(F.grouped_mm(x.t(), g8, offs=offs), grouped_truth(match.t(), g8, offs))
+        stack = torch.randn(groups, 7, k, device=device).bfloat16()
+        match = quantize(stack, (1, *other_block), scale_mode=mode)
+        assert_near(F.grouped_mm(stack, w8.mT), exact(match) @ exact(w8.mT))
+    assert len(grouped_products) == 6 * len(ROUTINGS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouped_product_across_blocks_is_one_in_high_precision(
+    device: str, grouped_products: list[Any]
+) -> None:
+    for count, sizes in ROUTINGS:
+        groups, offs, k, n, held = len(sizes), ends(sizes, device), 33, 7, sum(sizes)
+        x = poison(torch.randn(count, k, device=device), held)
+        w8 = make((groups, k, n), (1, 1, FULL), device)
+        x8 = tokens_of(count, k, held, (1, 32), device).float()
+        g = poison(torch.randn(count, n, device=device), held)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rows = F.grouped_mm(x, w8, offs=offs)
+            columns = F.grouped_mm(x8.t(), g, offs=offs)
+        assert_near(rows, grouped_truth(x, w8, offs))
+        assert_near(columns, grouped_truth(x8.t(), g, offs))
+        assert not rows[held:].any() and len(caught) == 2
+        assert all("runs in torch.float32" in str(warning.message) for warning in caught)
+    assert not grouped_products
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "block, mode", [(TENSORWISE, "fp32"), ((128, 128), "fp32"), ((32, 32), E8M0)]
+)
+def test_frozen_experts_keep_dgrad_in_fp8(
+    block: Block, mode: str, device: str, grouped_products: list[Any]
+) -> None:
+    w8 = torch.nn.Parameter(make((3, 40, 160), (1, *block), device, torch.bfloat16, mode), False)
+    offs, held, count = ends([5, 0, 17], device), 22, 30
+    x = torch.randn(count, 160, device=device, dtype=torch.bfloat16)
+    x = poison(x, held).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = F.grouped_mm(x, w8.mT, offs=offs)
+        g = poison(torch.randn_like(y), held)
+        y.backward(g)
+    assert [how for how, *_ in grouped_products] == ["rows", "rows"]
+    assert x.grad is not None and not x.grad[held:].any() and not y[held:].any()
+    match = block if block == TENSORWISE else (1, block[1])
+    for got, plain, b8 in ((y, x.detach(), w8.mT), (x.grad, g, w8)):
+        clean = plain.clone()
+        clean[held:] = 0
+        assert_near(got, grouped_truth(quantize(clean, match, scale_mode=mode), b8, offs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "1x128 by 128x128", "mxfp8"])
+def test_gradients_of_grouped_products_of_fp8_operands(name: str, device: str) -> None:
+    """Straight through the casts: those of the product of the dequantised operands. Where one
+    operand is FP8 alone, the other's gradient is of two plain tensors and torch's own product,
+    which leaves rows of no group unwritten."""
+    block_a, block_b, mode = PRODUCTS[name]
+    count, sizes = 40, [5, 0, 17, 10]
+    offs, held, dtype = ends(sizes, device), sum(sizes), torch.bfloat16
+    for fp8 in ((True, True), (True, False), (False, True)):
+        x = torch.randn(count, 64, device=device, dtype=dtype, requires_grad=True)
+        w = torch.randn(4, 48, 64, device=device, dtype=dtype, requires_grad=True)
+        a = quantize(x, block_a, scale_mode=mode) if fp8[0] else x
+        b = quantize(w.mT, (1, *block_b), scale_mode=mode) if fp8[1] else w.mT
+        g = torch.randn(count, 48, device=device, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            F.grouped_mm(a, b, offs=offs).backward(g)
+        assert type(x.grad) is type(w.grad) is Tensor
+        # An operand whose blocks hold the other contraction multiplies g cast to FP8, to 5 bits.
+        gx, gw = grouped_truth(g, exact(b).mT, offs), grouped_truth(g.t(), exact(a), offs)
+        assert relative_error(x.grad[:held], gx[:held]) < 0.05
+        full = [i for i, size in enumerate(sizes) if size or fp8[0]]
+        assert relative_error(w.grad[full], gw[full]) < 0.05
+        assert not fp8[1] or not x.grad[held:].any()
+        assert not fp8[0] or not w.grad[1].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_grouped_products_without_autograd(mode: Any, device: str) -> None:
+    with mode():
+        offs = ends([5, 0, 9], device)
+        a8, b8 = make((16, 64), (1, 32), device), make((3, 64, 24), (1, 32, 1), device)
+        g8 = make((16, 24), (32, 1), device)
+        with torch.autocast(device, torch.float16):  # which products of FP8 do not mind
+            for got in (F.grouped_mm(a8, b8, offs=offs), torch._grouped_mm(a8, b8, offs)):
+                assert_near(got, grouped_truth(a8, b8, offs))
+            x8 = make((16, 64), (32, 1), device)
+            assert_near(F.grouped_mm(x8.t(), g8, offs=offs), grouped_truth(x8.t(), g8, offs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("t, k, n", [(0, 64, 32), (16, 0, 32), (16, 64, 0), (0, 0, 0)])
+def test_grouped_products_without_elements(t: int, k: int, n: int, device: str) -> None:
+    offs = ends([t // 2, t // 4], device)
+    for block_a, block_b, mode in PRODUCTS.values():
+        a8 = make((t, k), block_a, device, torch.bfloat16, mode)
+        b8 = make((2, k, n), (1, *block_b), device, torch.bfloat16, mode)
+        out = F.grouped_mm(a8, b8, offs=offs)
+        assert out.shape == (t, n) and out.dtype == torch.bfloat16 and not out.any()
+        a8 = make((k, t), block_a, device, torch.bfloat16, mode)
+        b8 = make((t, n), block_b, device, torch.bfloat16, mode)
+        out = F.grouped_mm(a8, b8, offs=offs)
+        assert out.shape == (2, k, n) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "1x128 by 128x128"])
+def test_grouped_products_in_a_graph(name: str) -> None:
+    """One graph, and a second one for sizes that change, whatever the groups are."""
+    block_a, block_b, mode = PRODUCTS[name]
+
+    def products(x: Tensor, w: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+        a8 = quantize(x, block_a, scale_mode=mode)
+        rows = F.grouped_mm(a8, quantize(w.mT, (1, *block_b), scale_mode=mode), offs=offs)
+        g8 = quantize(g.t(), block_a, scale_mode=mode)
+        columns = F.grouped_mm(g8, quantize(x, block_b, scale_mode=mode), offs=offs)
+        return rows.square().sum() + (columns + F.grouped_mm(g8.detach(), x, offs=offs)).sum()
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(products, backend=counter, fullgraph=True)
+    for count, sizes in ((300, [5, 0, 130]), (300, [0, 0, 0]), (511, [100, 200, 211])):
+        results = []
+        given = torch.randn(count, 64), torch.randn(3, 48, 64), torch.randn(count, 48)
+        for call in (products, compiled):
+            leaves = [t.clone().requires_grad_() for t in given]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                y = call(*leaves, ends(sizes))
+                y.backward()
+            results.append((y, *(leaf.grad for leaf in leaves)))
+        for got, want in zip(*results, strict=True):
+            assert got is not None and want is not None
+            assert_same_bytes(values(got), values(want))
+    assert counter.frame_count == 2
+
+
+def test_grouped_products_of_fake_tensors() -> None:
+    with FakeTensorMode():
+        offs = torch.empty(3, dtype=torch.int32)
+        for block_a, block_b, mode in PRODUCTS.values():
+            a8, b8 = (
+                make((300, 64), block_a, scale_mode=mode),
+                make((3, 64, 40), (1, *block_b), scale_mode=mode),
+            )
+            assert F.grouped_mm(a8, b8, offs=offs).shape == (300, 40)
+            a8, b8 = (
+                make((40, 300), block_a, scale_mode=mode),
+                make((300, 64), block_b, scale_mode=mode),
+            )
+            assert F.grouped_mm(a8, b8, offs=offs).shape == (3, 40, 64)
+
+
+@needs("fp8")
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "1x128 by 128x128", "mxfp8"])
+def test_grouped_products_do_not_wait_for_the_device(name: str) -> None:
+    block_a, block_b, mode = PRODUCTS[name]
+    offs, x = ends([5, 0, 130], "cuda"), torch.randn(300, 64, device="cuda").bfloat16()
+    a8, b8 = (
+        make((300, 64), block_a, "cuda", scale_mode=mode),
+        make((3, 64, 40), (1, *block_b), "cuda", scale_mode=mode),
+    )
+    g8 = make((48, 300), block_a, "cuda", torch.bfloat16, scale_mode=mode)
+    x8 = make((300, 64), block_b, "cuda", torch.bfloat16, scale_mode=mode)
+    for warm in (True, False):
+        torch.cuda.set_sync_debug_mode("default" if warm else "error")
+        try:
+            F.grouped_mm(a8, b8, offs=offs)
+            F.grouped_mm(g8, x8, offs=offs)
+            F.grouped_mm(g8, x, offs=offs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_grouped_products_that_do_not_exist() -> None:
+    x8, w8, offs = make((16, 64), ROWWISE), make((2, 64, 8), (1, FULL, 1)), ends([5, 9])
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8), ValueError),
+        """aten._grouped_mm.default: shapes (16, 64) and (2, 64, 8) do not multiply; needed (T, K) and (G, K, N), (N, T) and (T, K) or (G, N, K) and (K, T), with offs; or without, (G, T, K) and (G, K, N)""",  # noqa: E501
+    )
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8[:, 1:], offs=offs), ValueError),
+        """aten._grouped_mm.default: shapes (16, 64) and (2, 63, 8) do not multiply; needed (T, K) and (G, K, N), (N, T) and (T, K) or (G, N, K) and (K, T), with offs; or without, (G, T, K) and (G, K, N)""",  # noqa: E501
+    )
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8, offs=offs, bias=torch.ones(8))),
+        """aten._grouped_mm.default takes no bias, nor does torch; add it to the result""",
+    )
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8, offs=offs.long()), ValueError),
+        """offs is torch.int64 of shape (2,); it must be torch.int32 of shape (2,), with where each group ends""",  # noqa: E501
+    )
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8, offs=offs[:1]), ValueError),
+        """offs is torch.int32 of shape (1,); it must be torch.int32 of shape (2,), with where each group ends""",  # noqa: E501
+    )
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8, offs=offs.to("meta")), ValueError),
+        """operands are on cpu and cpu and meta; move them to one device""",
+    )
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8.bfloat16(), offs=offs), ValueError),
+        """aten._grouped_mm.default: operands of torch.float32 and torch.bfloat16; bring them to one dtype with .to()""",  # noqa: E501
+    )
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, make((2, 64, 8), (1, 1, FULL)), offs=offs), ValueError),
+        """aten._grouped_mm.default of shapes (16, 64) and (2, 64, 8): the contraction of length 64 does not lie inside the same scale blocks of both operands: the first has blocks (1, FULL) and is contracted over its last dimension, the second (1, FULL) over its first; quantise both along the contraction, or multiply .dequantize() of one""",  # noqa: E501
+    )
+    # Scales of each token, for a product that sums over tokens.
+    assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8.t(), make((16, 8), COLUMNWISE), offs=offs), ValueError),
+        """aten._grouped_mm.default of shapes (64, 16) and (16, 8): the contraction of length 16 does not lie inside the same scale blocks of both operands: the first has blocks (FULL, 1) and is contracted over its last dimension, the second (FULL, 1) over its first; quantise both along the contraction, or multiply .dequantize() of one""",  # noqa: E501
+    )
+    text = refusal(lambda: F.grouped_mm(x8, w8, offs=offs.flip(0)), ValueError)
+    assert text.startswith("offs holds [14, 5]; it must hold where each group ends")
+    g8, y8 = make((8, 16), ROWWISE), make((16, 64), COLUMNWISE)
+    for wrong in (offs.flip(0), offs + 3, offs - 6):
+        with pytest.raises(ValueError, match="where each group ends"):
+            F.grouped_mm(g8, y8, offs=wrong)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", float8.RECIPES.values(), ids=list(float8.RECIPES))
+def test_grouped_mm_as_clients_with_a_config_call_it(recipe: float8.Recipe, device: str) -> None:
+    """``f(A, B_t, offs=..., config=...)``, as docs/ways.md adapts float8.grouped_mm to it."""
+
+    def scaled_grouped_mm(A: Tensor, B_t: Tensor, *, offs: Tensor, config: float8.Recipe) -> Tensor:
+        return float8.grouped_mm(A, B_t, offs, recipe=config)
+
+    sizes, count = [5, 0, 130, 17], 160
+    offs, held = ends(sizes, device), sum(sizes)
+    weight = torch.nn.Parameter(torch.randn(4, 48, 64, device=device, dtype=torch.bfloat16) / 8)
+    g = torch.randn(count, 48, device=device, dtype=torch.bfloat16)
+    for call in (scaled_grouped_mm, functools.partial(float8.grouped_mm, recipe=recipe)):
+        A = torch.randn(count, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        weight.grad = None
+        named = {"config": recipe} if call is scaled_grouped_mm else {}
+        y = call(A, weight.transpose(-2, -1), offs=offs, **named)
+        y.backward(g)
+        assert A.grad is not None and weight.grad is not None
+        assert y.dtype == A.grad.dtype == weight.grad.dtype == torch.bfloat16
+        assert not y[held:].any() and not A.grad[held:].any() and not weight.grad[1].any()
+        x64, w64, g64 = A.detach().double(), weight.detach().double(), g.double()
+        assert relative_error(y, grouped_truth(x64, w64.mT, offs)) < 0.06
+        assert relative_error(A.grad, grouped_truth(g64, w64, offs)) < 0.06
+        assert relative_error(weight.grad, grouped_truth(g64.t(), x64, offs)) < 0.06
 
 
 # ----------------------------------------------------------------------------- products refused
