@@ -39,11 +39,13 @@ def _cast_one(x: Tensor, cast: CastPlan | None, amax: Tensor | None = None) -> P
     return data, scale
 
 
-def multiply_parts(a: Parts, b: Parts, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """a [rows, contraction] times b [columns, contraction] transposed."""
+def multiply_parts(
+    a: Parts, b: Parts, plan: Plan, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """a [rows, contraction] times b [columns, contraction] transposed, plus bias [columns]."""
     blocks = plan.a.block, plan.b.block[::-1]
     out: Tensor = torch.ops.float8.scaled_mm(
-        a[0], b[0].t(), a[1], b[1].t(), *blocks, dtype, plan.fast_accum, plan.impl
+        a[0], b[0].t(), a[1], b[1].t(), *blocks, dtype, plan.fast_accum, plan.impl, bias
     )
     return out
 
@@ -77,15 +79,16 @@ def weight_for_dgrad(saved: Sequence[Any], dgrad: Plan) -> Parts:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x @ w.T. Saved for backward: FP8 copies of x in the layout wgrad needs (x itself where
-    wgrad is in high precision), and the weight parameter, or its FP8 copy for dgrad; each only if a
-    requested gradient needs it."""
+    """y = x @ w.T + bias. Saved for backward: FP8 copies of x in the layout wgrad needs (x itself
+    where wgrad is in high precision), and the weight parameter, or its FP8 copy for dgrad; each
+    only if a requested gradient needs it."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_MK: Tensor,
         w_NK: Tensor,
+        bias_N: Tensor | None,
         plans: Plans,
         save_weight: bool,
         cached_NK: Float8TrainingTensor | None,
@@ -100,25 +103,24 @@ class _Linear(torch.autograd.Function):
         w, w_t = weight_layouts(w_NK, forward and forward.b, later, save_weight, cached)
         if forward is None:
             y_MN = torch.mm(x_MK, w_NK.to(dtype).t())
+            y_MN = y_MN if bias_N is None else (y_MN + bias_N).to(dtype)
         else:
-            y_MN = multiply_parts(x, w, forward, dtype)
+            y_MN = multiply_parts(x, w, forward, dtype, bias_N)
         if needs_gw and wgrad is None:
             x_t = x_MK, None
         ctx.save_for_backward(*x_t, *(w_t if needs_gx else (None, None)))
-        ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_NK.dtype
+        ctx.plans, ctx.dtypes = plans, (dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype)
         return y_MN
 
     @staticmethod
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("float8.linear")
         x, x_scale, w, w_scale = ctx.saved_tensors
-        needs_gx, needs_gw = ctx.needs_input_grad[:2]
-        dtype, (_, dgrad, wgrad) = ctx.dtype, ctx.plans
-        g, g_t = cast_layouts(
-            g_MN,
-            dgrad.a if needs_gx and dgrad is not None else None,
-            wgrad.a if needs_gw and wgrad is not None else None,
-        )
+        needs_gx, needs_gw, needs_gb = ctx.needs_input_grad[:3]
+        (dtype, w_dtype, bias_dtype), (_, dgrad, wgrad) = ctx.dtypes, ctx.plans
+        cast = dgrad.a if needs_gx and dgrad is not None else None
+        cast_t = wgrad.a if needs_gw and wgrad is not None else None
+        g, g_t = cast_layouts(g_MN, cast, cast_t)
         gx_MK = gw_NK = None
         if needs_gx:
             if dgrad is None:
@@ -130,8 +132,9 @@ class _Linear(torch.autograd.Function):
                 gw_NK = torch.mm(g_MN.t(), x)
             else:
                 gw_NK = multiply_parts(g_t, (x, x_scale), wgrad, dtype)
-            gw_NK = gw_NK.to(ctx.w_dtype)
-        return gx_MK, gw_NK, None, None, None, None
+            gw_NK = gw_NK.to(w_dtype)
+        gb_N = g_MN.sum(0, dtype=torch.promote_types(dtype, bias_dtype)) if needs_gb else None
+        return gx_MK, gw_NK, gb_N, None, None, None, None
 
 
 def kept_whole(function: type[torch.autograd.Function]) -> Callable[[], None]:
@@ -172,10 +175,10 @@ def linear(
     Args:
         x: [..., K] bf16, fp16 or fp32, any number of leading dimensions, any sizes including 0.
         weight: [N, K], of x's dtype. Under autocast x and bias are cast to its dtype, while the
-            weight is quantised from
-            its own precision. A ``Float8TrainingTensor`` multiplies as it is (the dispatch table's
-            matrix products).
-        bias: [N]; added in its own precision or x's, the higher one; its gradient is never FP8.
+            weight is quantised from its own precision. A
+            ``Float8TrainingTensor`` multiplies as it is (the dispatch table's matrix products).
+        bias: [N]; added in float32, before the output is rounded. Its gradient is a sum in its own
+            precision or x's, the higher one, of what is never FP8.
 
     Returns: [..., N] of x's dtype.
 
@@ -191,7 +194,8 @@ def linear(
 
 
 def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x and bias as autocast wants them; ValueError unless they fit the weight."""
+    """x and bias as autocast wants them, no bias in float64; ValueError unless they fit the
+    weight."""
     device_type = x.device.type
     # "meta" has no autocast, and asking raises (torch 2.11 cannot trace
     # torch.amp.is_autocast_available).
@@ -206,15 +210,12 @@ def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
             "torch.autocast"
         )
     check_fit(x, weight, bias)
-    return x, bias
+    return x, bias if bias is None or bias.dtype != torch.float64 else bias.float()
 
 
 def fold(x: Tensor) -> Tensor:
-    """x [..., K] as a matrix [M, K]."""
-    tokens = 1  # torch.Size.numel() would make a dynamic size a constant of a compiled graph
-    for n in x.shape[:-1]:
-        tokens *= n
-    return x.reshape(tokens, x.shape[-1])
+    """x [..., K] as a matrix [M, K]; a matrix as it is."""
+    return torch.atleast_2d(x).flatten(0, -2)
 
 
 def unfold(y_MN: Tensor, x: Tensor) -> Tensor:
@@ -262,9 +263,8 @@ def run_linear(
     if torch.compiler.is_compiling():
         _keep_whole()
     save_weight = recipe.weight_for_dgrad == "save"
-    y_MN = _Linear.apply(fold(x), weight, plans, save_weight, *cached)  # type: ignore[no-untyped-call]
-    y = unfold(y_MN, x)
-    return y if bias is None else (y + bias).to(y.dtype)
+    y_MN = _Linear.apply(fold(x), weight, bias, plans, save_weight, *cached)  # type: ignore[no-untyped-call]
+    return unfold(y_MN, x)
 
 
 class Float8Linear(nn.Linear):

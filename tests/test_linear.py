@@ -187,7 +187,8 @@ def test_as_exact_as_fake_quantisation(recipe: Recipe, device: str) -> None:
 
 
 def by_hand(recipe: Recipe, x: Tensor, w: Tensor, bias: Tensor | None, g: Tensor) -> Grads:
-    """The layer written with the public pieces: quantize, dequantize and matmuls in float32."""
+    """The layer written with the public pieces: quantize, dequantize and matmuls in float32, which
+    nothing rounds before it is an output or a gradient."""
 
     def mm(a: Tensor, b: Tensor, gemm: Gemm | None) -> Tensor:
         if gemm is None:
@@ -196,13 +197,13 @@ def by_hand(recipe: Recipe, x: Tensor, w: Tensor, bias: Tensor | None, g: Tensor
             float8.quantize(t, cast.block, cast.kind, cast.scale_mode).to(torch.float32)
             for t, cast in ((a, gemm.a), (b, gemm.b))
         )
-        return (a8.dequantize() @ b8.dequantize().t().contiguous()).to(x.dtype)
+        return a8.dequantize() @ b8.dequantize().t().contiguous()
 
     y = mm(x, w, recipe.forward)
     y = y if bias is None else y + bias
     gx = mm(g, w.t(), recipe.dgrad)
     gw = g.t() @ x if recipe.wgrad is None else mm(g.t(), x.t(), recipe.wgrad)
-    return y, gx, gw.to(w.dtype), None if bias is None else g.sum(0)
+    return y.to(x.dtype), gx.to(x.dtype), gw.to(x.dtype).to(w.dtype), None if bias is None else g.sum(0)
 
 
 @EVERY
@@ -352,6 +353,53 @@ def test_dtypes_are_those_of_the_input(recipe: Recipe, dtype: torch.dtype, devic
     assert [t.dtype for t in (y, *grads) if t is not None] == [dtype] * 4
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@NAMED
+def test_the_bias_is_rounded_with_the_product_and_once(recipe: Recipe, device: str) -> None:
+    """Nearer to the truth than a product that is rounded first, also where the two cancel."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x, w, _, _ = problem(35, 48, 64, dtype, device)
+        exact = float8.linear(x.float(), w.float(), recipe=recipe)  # the same casts
+        for bias in (-exact[3].to(dtype), -exact[3]):
+            y = float8.linear(x, w, bias, recipe=recipe)
+            twice = (float8.linear(x, w, recipe=recipe) + bias).to(dtype)
+            truth = exact.double() + bias.double()
+            step = torch.finfo(dtype).eps / 2
+            # Tensor cores drop bits of the product before anything is rounded.
+            dropped = exact.double().norm(dim=1, keepdim=True) * (2.0**-9 if y.is_cuda else 2e-6)
+            assert torch.all((y.double() - truth).abs() <= step * truth.abs() + dropped + 1e-7)
+            if not y.is_cuda:
+                assert (y - truth).norm() < 0.9 * (twice - truth).norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", [ROWWISE, float8.MXFP8, SUBSETS[-1]], ids=lambda r: r.name)
+def test_the_gradient_of_the_bias_sums_over_all_tokens(recipe: Recipe, device: str) -> None:
+    """In the bias's precision or x's, the higher one; whatever else asks for a gradient."""
+    for dtype, bias_dtype in product(DTYPES, DTYPES):
+        x, w, bias, g = problem(36, 48, 64, dtype, device)
+        for frozen in (False, True):
+            leaf = bias.detach().to(bias_dtype).requires_grad_()
+            y = float8.linear(x.view(4, 9, 64).requires_grad_(not frozen), w, leaf, recipe=recipe)
+            (grad,) = torch.autograd.grad(y, [leaf], g.view(4, 9, 48))
+            wide = torch.promote_types(dtype, bias_dtype)
+            assert_same_bytes(grad, g.sum(0, dtype=wide).to(bias_dtype))
+    x, w, bias, g = problem(0, 48, 64, device=device)
+    assert not run(x, w, bias, g, fp8(recipe))[3].any()  # type: ignore[union-attr]
+
+
+def test_a_bias_that_needs_no_gradient_gets_none() -> None:
+    x, w, bias, g = problem(35, 15, 64)
+    w.requires_grad_()
+    y = float8.linear(x, w, bias)
+    y.backward(g)
+    assert bias.grad is None
+    assert w.grad is not None
+    # Of the bias nothing is kept for backward.
+    kept = saved(lambda: float8.linear(x, w, bias.requires_grad_()))
+    assert not storages(bias) & storages(*kept)
+
+
 def test_the_gradient_of_the_bias_is_not_fp8() -> None:
     x, w, bias, g = problem(35, 15, 64)
     got = run(x, w, bias, g, fp8(TENSORWISE))
@@ -364,9 +412,10 @@ def test_the_gradient_of_the_bias_is_not_fp8() -> None:
 def test_a_bias_of_higher_precision_does_not_change_the_outputs_dtype() -> None:
     x, w, bias, _ = problem(8, 16, 32)
     x, w = x.bfloat16(), w.bfloat16()
-    y = float8.linear(x, w, bias, recipe=ROWWISE)
-    expected = (float8.linear(x, w, recipe=ROWWISE).float() + bias).bfloat16()
-    assert_same_bytes(y, expected)
+    for recipe in (ROWWISE, _high_precision(ROWWISE, True, False, False)):
+        y = float8.linear(x, w, bias, recipe=recipe)
+        assert_same_bytes(y, by_hand(recipe, x, w, bias, y)[0])
+        assert_same_bytes(float8.linear(x, w, bias.double(), recipe=recipe), y)
 
 
 @pytest.mark.parametrize("recipe", SUBSETS, ids=str)
@@ -831,6 +880,38 @@ def test_a_weight_that_is_stored_in_fp8() -> None:
     y.sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.abs().sum() > 0
+
+
+def test_an_fp8_weights_product_is_rounded_once_with_its_bias() -> None:
+    """By linear, addmm and the layers, with x in FP8 or cast to match; the other sums of addmm are
+    of a product that is rounded."""
+    x, w, bias, _ = problem(35, 48, 64, torch.bfloat16)
+    w8, x8 = float8.quantize(w, (FULL, FULL)), float8.quantize(x, (FULL, FULL))
+    exact = x8.to(torch.float32).dequantize() @ w8.to(torch.float32).dequantize().t()
+    expected = (exact + bias.float()).bfloat16()
+    assert not torch.equal(expected, exact.bfloat16() + bias)
+    for left in (x, x8):
+        calls: list[Callable[[], Tensor]] = [
+            lambda left=left: F.linear(left, w8, bias),  # type: ignore[misc]
+            lambda left=left: torch.addmm(bias, left, w8.t()),  # type: ignore[misc]
+            lambda left=left: float8.linear(left, w8, bias),  # type: ignore[misc]
+        ]
+        for call in calls:
+            assert_same_bytes(call(), expected)
+    half = torch.addmm(bias, x8, w8.t(), alpha=0.5)
+    assert_same_bytes(half, ((x8 @ w8.t()) * 0.5 + bias))
+    column = torch.randn(35, 1).bfloat16()
+    assert_same_bytes(torch.addmm(column, x8, w8.t()), (x8 @ w8.t()) + column)
+    bias8 = float8.quantize(bias, (FULL,))
+    want = (exact + bias8.dequantize().float()).bfloat16()
+    assert_same_bytes(torch.addmm(bias8, x8, w8.t()), want)
+    rows = x8.dequantize(), w8.dequantize().t()
+    assert_same_bytes(torch.addmm(bias8, *rows), rows[0] @ rows[1] + bias8.dequantize())
+    # Where the contraction lies in no block, both run in high precision.
+    columns = float8.quantize(w, (FULL, 1))
+    with pytest.warns(UserWarning, match="runs in torch.bfloat16"):
+        y = F.linear(x, columns, bias)
+    assert_same_bytes(y, x @ columns.dequantize().t() + bias)
 
 
 # ---- numbers that are not ----------------------------------------------------------------------

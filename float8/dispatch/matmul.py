@@ -27,20 +27,20 @@ def multiply(
     *,
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = True,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """``a_MK @ b_KN`` of two FP8 matrices, outside autograd: the one route to an FP8 GEMM, for the
-    table and for layers.
+    """``a_MK @ b_KN + bias`` of two FP8 matrices, outside autograd: the table's one route to an FP8
+    GEMM.
 
     Args:
         impl: the implementation that ``kernels.matmul.select`` named for these operands.
         out_dtype: bf16, fp16 or fp32; default a's ``orig_dtype``.
-        fast_accum: see ``torch.ops.float8.scaled_mm``.
+        fast_accum, bias: see ``torch.ops.float8.scaled_mm``.
     """
-    dtype = a_MK.orig_dtype if out_dtype is None else out_dtype
-    a, b = (a_MK.qdata, a_MK.scale, a_MK.block), (b_KN.qdata, b_KN.scale, b_KN.block)
     out: Tensor = torch.ops.float8.scaled_mm(
-        a[0], b[0], a[1], b[1], a[2], b[2], dtype, fast_accum, impl
-    )
+        a_MK.qdata, b_KN.qdata, a_MK.scale, b_KN.scale, a_MK.block, b_KN.block,
+        out_dtype or a_MK.orig_dtype, fast_accum, impl, bias,
+    )  # fmt: skip
     return out
 
 
@@ -50,13 +50,16 @@ def operand(x: Float8TrainingTensor) -> Operand:
 
 
 @implements(aten.mm.default, aten.mm.dtype)
-def mm(op: Op, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def mm(
+    op: Op, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None
+) -> Tensor:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         _misfit(op, a, b, "(M, K) and (K, N)")
-    if (pair := _both_fp8(op, a, b)) is None:
-        product = _plain(a) @ _plain(b)
-        return product if out_dtype is None else product.to(out_dtype)
-    return multiply(*pair, _choose(op, *pair), out_dtype=out_dtype)
+    if (pair := _both_fp8(op, a, b)) is not None:
+        return multiply(*pair, _choose(op, *pair), out_dtype=out_dtype, bias=bias)
+    product = _plain(a) @ _plain(b)
+    product = product if bias is None else product + bias
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 @implements(aten.bmm.default)
@@ -77,6 +80,9 @@ def addmm(
 ) -> Tensor:
     if not bias.dtype == a.dtype == b.dtype:
         raise ValueError(f"{op}: bias, a and b are {bias.dtype}, {a.dtype} and {b.dtype}; {_CAST}")
+    fp8 = Float8TrainingTensor in (type(a), type(b))
+    if fp8 and a.ndim == 2 and beta == alpha == 1 and bias.shape == b.shape[1:]:
+        return mm(aten.mm.default, a, b, bias=_plain(bias))
     product = a @ b  # through the table again, or plain
     product = product if alpha == 1 else product * alpha
     bias = _plain(bias).expand(product.shape)
