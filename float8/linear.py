@@ -129,10 +129,9 @@ class _Linear(torch.autograd.Function):
                 gx_MK = multiply_parts(g, weight_for_dgrad((w, w_scale), dgrad), dgrad, dtype)
         if needs_gw:
             if wgrad is None:
-                gw_NK = torch.mm(g_MN.t(), x)
+                gw_NK = torch.mm(g_MN.t(), x).to(w_dtype)
             else:
-                gw_NK = multiply_parts(g_t, (x, x_scale), wgrad, dtype)
-            gw_NK = gw_NK.to(w_dtype)
+                gw_NK = multiply_parts(g_t, (x, x_scale), wgrad, w_dtype)
         gb_N = g_MN.sum(0, dtype=torch.promote_types(dtype, bias_dtype)) if needs_gb else None
         return gx_MK, gw_NK, gb_N, None, None, None, None
 
@@ -175,7 +174,7 @@ def linear(
     Args:
         x: [..., K] bf16, fp16 or fp32, any number of leading dimensions, any sizes including 0.
         weight: [N, K], of x's dtype. Under autocast x and bias are cast to its dtype, while the
-            weight is quantised from its own precision. A
+            weight is quantised from its own precision, in which its gradient comes. A
             ``Float8TrainingTensor`` multiplies as it is (the dispatch table's matrix products).
         bias: [N]; added in float32, before the output is rounded. Its gradient is a sum in its own
             precision or x's, the higher one, of what is never FP8.
@@ -215,7 +214,7 @@ def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 def fold(x: Tensor) -> Tensor:
     """x [..., K] as a matrix [M, K]; a matrix as it is."""
-    return torch.atleast_2d(x).flatten(0, -2)
+    return (x if x.ndim > 1 else x[None]).flatten(0, -2)
 
 
 def unfold(y_MN: Tensor, x: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from float8.testing import (
     assert_same_bytes,
     deterministic,
     needs,
+    relative_error,
     saved_bytes,
 )
 
@@ -203,7 +204,7 @@ def by_hand(recipe: Recipe, x: Tensor, w: Tensor, bias: Tensor | None, g: Tensor
     y = y if bias is None else y + bias
     gx = mm(g, w.t(), recipe.dgrad)
     gw = g.t() @ x if recipe.wgrad is None else mm(g.t(), x.t(), recipe.wgrad)
-    return y.to(x.dtype), gx.to(x.dtype), gw.to(x.dtype).to(w.dtype), None if bias is None else g.sum(0)
+    return y.to(x.dtype), gx.to(x.dtype), gw.to(w.dtype), None if bias is None else g.sum(0)
 
 
 @EVERY
@@ -440,6 +441,40 @@ def test_autocast_with_float32_weights(recipe: Recipe, dtype: torch.dtype) -> No
     hand = by_hand(recipe, low_x, w, low_bias, low_g)
     assert hand[0] is not None
     assert_same_bytes(y, hand[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@NAMED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_weights_gradient_was_never_in_autocasts_dtype(
+    recipe: Recipe, dtype: torch.dtype, device: str
+) -> None:
+    """It is rounded once, to float32: as near to the truth as it was, and nearer to the product of
+    what was cast."""
+    x, w, _, g = problem(35, 48, 64, device=device)
+    leaf = w.clone().requires_grad_()
+    with torch.autocast(device, dtype):
+        y = float8.linear(x, leaf, recipe=recipe)
+    y.backward(g.to(dtype))
+    grad = leaf.grad
+    assert grad is not None
+    assert grad.dtype == torch.float32
+    rounded = grad.to(dtype).float()
+    if recipe.wgrad is None:  # torch's product writes what it reads
+        assert_same_bytes(grad, rounded)
+        return
+    assert (grad != rounded).float().mean() > 0.9
+    assert_no_worse_than(grad, truth(x.to(dtype), w, None, g.to(dtype))[2], rounded, 1.01)
+    # The same values in float32 have the same casts.
+    again = run(x.to(dtype).float(), w, None, g.to(dtype).float(), fp8(recipe))[2]
+    assert_same_bytes(grad, again)
+    left, right = (
+        fake_quant(t.to(dtype), cast, device)
+        for t, cast in ((g.t(), recipe.wgrad.a), (x.t(), recipe.wgrad.b))
+    )
+    cast_product = left @ right.t()
+    kept = 0.1 if device == "cpu" else 1.0  # tensor cores drop bits too
+    assert relative_error(grad, cast_product) <= kept * relative_error(rounded, cast_product)
 
 
 def test_autocast_that_is_off_inside_and_a_backward_inside() -> None:
