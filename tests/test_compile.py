@@ -135,6 +135,33 @@ def test_changing_batches_compile_twice(name: str) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_products_that_add_to_what_is_there(backend: str) -> None:
+    """In place and seen by what follows, in one graph for any number of tokens."""
+
+    def gather(total_NK: Tensor, g_MN: Tensor, x_MK: Tensor, bias_K: Tensor) -> Tensor:
+        cast = (1, FULL), torch.float8_e4m3fn, "pow2"
+        g, g_scale = float8.ops.quantize(g_MN.t(), *cast)
+        x, x_scale = float8.ops.quantize(x_MK.t(), *cast)
+        pair, blocks = (g, x.t(), g_scale, x_scale.t()), ((1, FULL), (FULL, 1))
+        float8.ops.scaled_mm_add_(total_NK, *pair, *blocks, False, "torch")
+        twice = total_NK * 2
+        float8.ops.scaled_mm_add_(total_NK, *pair, *blocks, False, "torch")
+        args = *pair, *blocks, torch.bfloat16, False, "torch"
+        return twice + float8.ops.scaled_mm(*args, bias=bias_K)
+
+    counter = CompileCounterWithBackend(backend)
+    call = torch.compile(gather, backend=counter, fullgraph=True)
+    got, expected = torch.zeros(48, 40), torch.zeros(48, 40)
+    for tokens in (32, 48, 35, 129):
+        # Small integers: no order of sums changes a bit.
+        g, x = (torch.randint(-2, 3, (tokens, n)).bfloat16() for n in (48, 40))
+        bias = torch.randint(-2, 3, (40,)).float()
+        assert_same_bytes(call(got, g, x, bias), gather(expected, g, x, bias))
+        assert_same_bytes(got, expected)
+    assert counter.frame_count <= 2
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
 def test_three_layers_and_activations_in_one_graph(name: str) -> None:
     model = mlp(RECIPES[name])
