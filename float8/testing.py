@@ -13,6 +13,23 @@ from torch import Tensor
 from .devices import device_profile
 
 Need = Literal["cuda", "fp8", "two_gpus"]
+Kernels = Literal["casts", "casts of groups", "products", "tokens", "fused", "fused groups"]
+
+_MAIN: tuple[Kernels, ...] = ("casts", "casts of groups", "products", "tokens")
+_ALL: tuple[Kernels, ...] = (*_MAIN, "fused", "fused groups")
+# The GPUs with FP8 that tests compile for, and the kernels that they compile for each. Casts that
+# are fused with their producers take most of a minute for each target and are the plain casts' code
+# behind some arithmetic, so three targets have the plain ones alone. gfx1200 and gfx1201 are left
+# out, as no product is made for them; Hopper's own products are compiled for sm_90 by their tests.
+TARGETS: dict[str, tuple[Kernels, ...]] = {
+    "sm_89": _MAIN,
+    "sm_90": _ALL,
+    "sm_100": _ALL,
+    "sm_103": _MAIN,
+    "sm_120": _MAIN,
+    "gfx942": _ALL,
+    "gfx950": _ALL,
+}
 
 
 def sqnr(x: Tensor, reference: Tensor) -> float:
@@ -82,6 +99,11 @@ def needs(need: Need) -> Any:
 
     reason = missing(need)
     return pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def targets(kernels: Kernels) -> list[str]:
+    """The architectures that ``kernels`` are compiled for in tests."""
+    return [arch for arch, compiled in TARGETS.items() if kernels in compiled]
 
 
 @contextmanager

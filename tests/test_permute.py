@@ -30,6 +30,7 @@ from float8.testing import (
     needs,
     relative_error,
     saved_bytes,
+    targets,
 )
 
 GPU = torch.cuda.is_available()
@@ -949,7 +950,7 @@ def test_what_the_references_refuse_fake_tensors_refuse() -> None:
 # ----------------------------------------------------------------------------------- machine code
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
+@pytest.mark.parametrize("target", targets("tokens"))
 def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: rows move by 16 bytes, nothing is in scratch, no fences,
     and atomics in the shared memory of a count alone."""

@@ -22,7 +22,7 @@ from float8.kernels import quantize_grouped as reference
 from float8.kernels.quantize import HIGH_PRECISION, TRITON_BLOCKS, CastPlan
 from float8.kernels.quantize_grouped import GROUP_ALIGN, Outputs, padded_tokens
 from float8.scaling import FULL, Block, block_name
-from float8.testing import assert_same_bytes, deterministic, needs
+from float8.testing import assert_same_bytes, deterministic, needs, targets
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -511,7 +511,7 @@ def test_what_the_reference_refuses_fake_tensors_refuse() -> None:
 # ----------------------------------------------------------------------------------- machine code
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
+@pytest.mark.parametrize("target", targets("casts of groups"))
 def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: wide accesses, hardware conversions, nothing in scratch,
     no fences."""
@@ -521,8 +521,10 @@ def test_machine_code(target: str) -> None:
         "group_tile_kernel", "group_rows_kernel", "group_amax_kernel"
     }  # fmt: skip
     for kernel in kernels:
-        assert kernel["scratch"] == 0, kernel
-        assert kernel["fences"] == 0, kernel
+        assert kernel["scratch"] == kernel["fences"] == kernel["stack_pointer_reads"] == 0, kernel
+        # What ptxas puts aside for sm_120 is a few values of the tile of a 1x128 pair.
+        few = target == "sm_120" and (kernel["kind"], kernel["layouts"]) == ("block", "dual")
+        assert kernel["spills"] <= (8 if few else 0), kernel
         # Of the amax that all rows share.
         of_all = kernel["kernel"] == "group_amax_kernel" and kernel["kind"] == "tensor"
         assert bool(kernel["atomics"]) == (of_all and kernel["layouts"] == "dual"), kernel
