@@ -265,6 +265,7 @@ def test_a_test_file_loads_without_optional_packages(path: Path) -> None:
         "tensorboard",
         "torchao",
         "tqdm",
+        "transformers",
         "triton",
     }
     for node in ast.parse(path.read_text()).body:
@@ -303,6 +304,61 @@ def test_core_can_be_read_in_an_afternoon() -> None:
     }
     total = sum(lines.values())
     assert total <= LINE_BUDGET, f"{total} lines, {LINE_BUDGET} were promised: {lines}"
+
+
+# ------------------------------------------------------------------------------ what nobody writes
+
+VIEWS = {"t", "T", "H", "mT", "mH", "transpose", "permute", "swapaxes", "swapdims", "movedim"}
+MAY_TRANSPOSE = {  # functions that may copy a transposed view, and of what
+    "scaling.scale_layout": "scales, for the references; kernels write them so",
+    "kernels.grouped._grouped_wgrad_reference": "a reference's float32 operand",
+    "dispatch.grouped.grouped_mm": "the result of weights by tokens, which torch has contiguous",
+}
+
+
+def transposing_copies(tree: ast.AST) -> list[int]:
+    """Lines that copy a transposed view: ``x.t().contiguous()``, ``x.mT.clone()``, ..."""
+    found = []
+    for node in ast.walk(tree):
+        copies = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if copies and node.func.attr in ("contiguous", "clone"):
+            of = node.func.value
+            view = of.func if isinstance(of, ast.Call) else of
+            if isinstance(view, ast.Attribute) and view.attr in VIEWS:
+                found.append(node.lineno)
+    return found
+
+
+def test_nothing_is_transposed_by_a_copy() -> None:
+    """A cast writes the layout that its product reads; a copy would be one more pass over it."""
+    bad = []
+    for name, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        allowed = [
+            line
+            for node in tree.body
+            if f"{name}.{getattr(node, 'name', '')}" in MAY_TRANSPOSE
+            for line in transposing_copies(node)
+        ]
+        lines = set(transposing_copies(tree)) - set(allowed)
+        bad += [f"{path.relative_to(ROOT)}:{line}" for line in sorted(lines)]
+    assert not bad, f"have the bytes written so, or multiply the view: {bad}"
+
+
+@pytest.mark.parametrize(
+    ("line", "copies"),
+    [
+        ("y = x.t().contiguous()", True),
+        ("y = f(x.mT.contiguous())", True),
+        ("y = x[0].transpose(-2, -1).contiguous().view(-1)", True),
+        ("y = torch.permute(x, (1, 0)).clone(memory_format=torch.contiguous_format)", True),
+        ("y = x.contiguous().t()", False),
+        ("y = x.mT.is_contiguous()", False),
+        ("y = x[t].contiguous()", False),
+    ],
+)
+def test_a_transposing_copy_is_seen(line: str, copies: bool) -> None:
+    assert bool(transposing_copies(ast.parse(line))) is copies
 
 
 # ------------------------------------------------------------------------------ what an import does
