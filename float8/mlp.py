@@ -125,7 +125,7 @@ class _SwigluMLP(torch.autograd.Function):
             gy_MD, dgrad.a if into_hidden else None, wgrad.a if needs[4] else None
         )
         if needs[4]:
-            g_down = multiply_parts(gy_t, h_t, wgrad, dtype).to(ctx.w_dtypes[2])
+            g_down = multiply_parts(gy_t, h_t, wgrad, ctx.w_dtypes[2])
         if into_hidden:
             w_down = weight_for_dgrad(weights[2], dgrad)
             gh_MF = multiply_parts(gy, w_down, dgrad, dtype)
@@ -138,11 +138,9 @@ class _SwigluMLP(torch.autograd.Function):
                 *settings(wgrad.a if needs[2] or needs[3] else None),
             )
             if needs[2]:
-                g_gate = multiply_parts((g_t[0], g_t_scale[0]), z_t, wgrad, dtype)
-                g_gate = g_gate.to(ctx.w_dtypes[0])
+                g_gate = multiply_parts((g_t[0], g_t_scale[0]), z_t, wgrad, ctx.w_dtypes[0])
             if needs[3]:
-                g_up = multiply_parts((g_t[1], g_t_scale[1]), z_t, wgrad, dtype)
-                g_up = g_up.to(ctx.w_dtypes[1])
+                g_up = multiply_parts((g_t[1], g_t_scale[1]), z_t, wgrad, ctx.w_dtypes[1])
             if into_x:
                 w_gate, w_up = (weight_for_dgrad(w, dgrad) for w in weights[:2])
                 g_x = multiply_parts((g[0], g_scale[0]), w_gate, dgrad, dtype)
