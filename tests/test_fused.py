@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from recorders import machine_code
+from recorders import machine_code, specialisations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -260,6 +260,35 @@ def test_long_rows(source: str, columns: int) -> None:
             got, expected = (f(source, inputs, 0.0, row, col) for f in (kernels, reference))
             for ours, theirs in zip(layouts(got), layouts(expected), strict=True):
                 assert_same_bytes(ours, theirs)
+
+
+@triton
+@source
+def test_a_new_number_of_tokens_compiles_nothing(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of plain casts: two variants of the kernel that knows whole tiles of rows."""
+    from float8.kernels import fused_triton, launch, quantize_triton
+
+    monkeypatch.setattr(fused_triton, "_prepared", fused_triton._prepared.__wrapped__)
+    for module in (fused_triton, quantize_triton):  # as on an H200
+        monkeypatch.setattr(module, "multiprocessors", lambda x: 132)
+    for module in (fused_triton, launch):
+        monkeypatch.setattr(module, "runs_ptx", lambda x: True)
+    run: set[str] = set()
+    for row_block, col_block in PAIRS:
+        row, col = (b and ROWS._replace(block=b) for b in (row_block, col_block))
+        with monkeypatch.context() as patch:
+            seen = specialisations(patch, fused_triton, ("tile_kernel", "row_kernel"))
+            seen |= specialisations(patch, quantize_triton, ("column_kernel",))
+            for tokens in (1, 2, 3, 4, 16, 17, 127, 128, 129, 1000, 2048, 4100, 8192, 8208):
+                x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta")
+                y, z = (x[0], None) if source == "rms" else (x, x if source != "swiglu" else None)
+                fused_triton.fused_layouts(source, x, y, z, 1e-5, row, col)
+        run |= {name for name in seen if seen[name]}
+        for name, keys in seen.items():
+            assert len(keys) <= (2 if name == "tile_kernel" else 1), (name, row, col, keys)
+    assert run == {"tile_kernel", "row_kernel", "column_kernel"}
 
 
 @triton

@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from recorders import machine_code
+from recorders import machine_code, specialisations
 from torch import Tensor
 
 from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ
 from float8.kernels import quantize as reference
 from float8.kernels.quantize import TRITON_BLOCKS, CastPlan
 from float8.scaling import FULL
-from float8.testing import assert_same_bytes
+from float8.testing import assert_same_bytes, needs
 
 pytest.importorskip("triton")
 np = pytest.importorskip("numpy")
 GPU = torch.cuda.is_available()
 if not GPU:
     import interpreter  # noqa: F401
-from float8.kernels import quantize_triton  # noqa: E402
+from float8.kernels import launch, quantize_triton  # noqa: E402
 from float8.kernels.quantize_triton import quantize_and_measure, quantize_layouts  # noqa: E402
 
 FORMATS = (E4M3FN, E5M2) if GPU else (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)
@@ -163,6 +163,57 @@ def test_prepared_launches_serve_other_values_and_alignments() -> None:
     for offset in (0, 0, 1, 8, 0):
         flat = torch.randn(5 * 48 + offset, device=device).to(torch.bfloat16)
         check(flat[offset:].view(1, 5, 48), cast, cast)
+
+
+# One, powers of two and odd numbers; whole tiles of any cast, and of none.
+TOKENS = (1, 2, 3, 4, 16, 17, 100, 127, 128, 129, 1000, 1024, 2048, 4100, 5000, 8192, 8208)
+
+
+def test_a_new_number_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants, and what Triton would specialise on (a multiple of 16, 1), do not depend on it:
+    two variants of kernels that know whole tiles of rows, one of the others."""
+    bound = {"tile_kernel": 2, "amax_kernel": 2, "row_kernel": 1, "column_kernel": 1}
+    monkeypatch.setattr(quantize_triton, "_cast", quantize_triton._cast.__wrapped__)
+    # As on a GPU: fewer tokens than programs, and more.
+    monkeypatch.setattr(quantize_triton, "multiprocessors", lambda x: 132)
+    run: set[str] = set()
+    monkeypatch.setattr(launch, "runs_ptx", lambda x: True)
+    for i, (row_block, col_block) in enumerate(PAIRS):
+        row, col = (b and CastPlan(b, E4M3FN.dtype, "fp32") for b in (row_block, col_block))
+        for shape in ((), (1,), (2,)) if i % 6 == 0 else ((),):
+            with monkeypatch.context() as patch:
+                seen = specialisations(patch, quantize_triton, bound)
+                for tokens in TOKENS:
+                    x = torch.empty(*shape, tokens, 4096, dtype=torch.bfloat16, device="meta")
+                    quantize_layouts(x, row, col)
+            run |= {name for name in bound if seen[name]}
+            measured = sum(b is not None and b[1] == FULL for b in (row_block, col_block))
+            for name, keys in seen.items():
+                kinds = max(1, measured) if name == "amax_kernel" else 1  # per tensor, row, column
+                assert len(keys) <= bound[name] * kinds, (name, row, col, keys)
+    assert run == set(bound)
+
+
+@needs("fp8")
+def test_tritons_own_caches_do_not_grow_with_the_number_of_tokens() -> None:
+    names = ("tile_kernel", "amax_kernel", "row_kernel", "column_kernel")
+
+    def compiled() -> int:
+        jitted = [getattr(quantize_triton, name) for name in names]
+        return sum(len(cache[0]) for kernel in jitted for cache in kernel.device_caches.values())
+
+    def run(tokens: int) -> None:
+        x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+        for row_block, col_block in PAIRS:
+            row, col = (b and CastPlan(b, E4M3FN.dtype, "fp32") for b in (row_block, col_block))
+            check(x, row, col)
+
+    run(256)
+    run(250)
+    before = compiled()
+    for tokens in TOKENS[:-4]:
+        run(tokens)
+    assert compiled() == before > 0
 
 
 @pytest.mark.parametrize("columns", [16384, 16400] if GPU else [256, 300])

@@ -207,6 +207,40 @@ def _row_tile(
 
 
 @triton.jit
+def _store_words(out, words, i, j, w, c, W, K, EVEN: tl.constexpr):
+    """Words i by rows j from ``out``, which are words w of W and rows c of K. EVEN: all inside."""
+    out = out.to(tl.pointer_type(tl.int32), bitcast=True) + (j[:, None] * W + i[None, :])
+    inside = None if EVEN else (c[:, None] < K) & (w[None, :] < W)
+    tl.store(out, words, mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store_bytes(out, words, r, c, M, K):
+    """The four bytes of words, the first of them r of M in rows c of K, to any address."""
+    r, inside = r[None, :], c[:, None] < K
+    tl.store(out, words.to(tl.uint8), mask=inside & (r < M))
+    tl.store(out + 1, (words >> 8).to(tl.uint8), mask=inside & (r + 1 < M))
+    tl.store(out + 2, (words >> 16).to(tl.uint8), mask=inside & (r + 2 < M))
+    tl.store(out + 3, (words >> 24).to(tl.uint8), mask=inside & (r + 3 < M))
+
+
+@triton.jit
+def scale_strides(ROWS, INNER, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """Of scales [E, rows, blocks], as ``scaling.scale_strides`` has them, of data [E, ROWS, INNER]
+    in one layout; its blocks are BLOCK_R x BLOCK if they are "square", else rows of BLOCK."""
+    if KIND == "square":
+        blocks = tl.cdiv(INNER, BLOCK)
+        e, m, k = tl.cast(tl.cdiv(ROWS, BLOCK_R), tl.int64) * blocks, blocks, 1
+    elif KIND == "block":
+        e, m, k = tl.cast(tl.cdiv(INNER, BLOCK), tl.int64) * ROWS, 1, ROWS
+    elif KIND == "vector":
+        e, m, k = ROWS, 1, 1
+    else:
+        e, m, k = 1, 1, 1
+    return e, m, k
+
+
+@triton.jit
 def store_tile(
     v0, v1, v2, v3, r, c, pm, pn, e,
     row, row_scale, row_amax, col, col_scale, col_amax, M, K,
@@ -216,7 +250,9 @@ def store_tile(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Quantise tile (pm, pn) of expert e, rows r, r + 1, r + 2 and r + 3 by columns c, and store it
-    in one or both layouts. WORDS: M is a multiple of 4, so the col layout is written in int32."""
+    in one or both layouts. EVEN: all of them are inside. WORDS: M is known to be a multiple of 16,
+    else it is looked at: it is no constant. Scales of neighbouring rows of a layout are neighbours
+    in memory, but those of squares."""
     BI: tl.constexpr = BM // 4
     # A tile's corner is addressed in 64 bits; inside it 32 suffice, as rows are shorter than 2^23.
     i, j = tl.arange(0, BI), tl.arange(0, BN)
@@ -239,7 +275,7 @@ def store_tile(
         tile_amax = tl.max(amax_bits(highest, 1), 0)
 
     if COL != "none":
-        scale_at = col_scale + e * col_scale_e + left * col_scale_m + j * col_scale_m
+        scale_at = col_scale + e * col_scale_e + left + j
         if COL == "block" and COL_BLOCK == BM:
             s, inverse, live = to_scale(amax_bits(highest, 0), COL_T)
             store_scale(scale_at + pm.to(tl.int64) * col_scale_k, s, c_inside)
@@ -277,21 +313,19 @@ def store_tile(
             elif (pm == 0) & (pn == 0):
                 store_scale(col_scale + e, s, None)
         t0, t1, t2, t3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
-        if WORDS:
-            words = tl.trans(pack(t0, t1, t2, t3, live, COL_T))
-            out = col + (e * K * M + left * M + top) // 4 + j[:, None] * (M // 4) + i[None, :]
-            inside = None if EVEN else (c[:, None] < K) & (r[None, :] < M)
-            tl.store(out, words, mask=inside, eviction_policy="evict_first")
+        words = tl.trans(pack(t0, t1, t2, t3, live, COL_T))
+        out = col.to(tl.pointer_type(tl.uint8), bitcast=True) + e * K * M + left * M + top
+        if WORDS or M % 16 == 0:
+            # Written so that the compiler sees accesses of 16 bytes, and masks as wide.
+            _store_words(out, words, i, j, pm * BI + i, c, M // 16 * 4, K, EVEN)
+        elif M % 4 == 0:
+            _store_words(out, words, i, j, pm * BI + i, c, M // 4, K, EVEN)
         else:
-            out = col + e * K * M + left * M + top + j[None, :] * M + 4 * i[:, None]
-            tl.store(out, (_byte(t0, COL_T) & live).to(tl.uint8), mask=m0)
-            tl.store(out + 1, (_byte(t1, COL_T) & live).to(tl.uint8), mask=m1)
-            tl.store(out + 2, (_byte(t2, COL_T) & live).to(tl.uint8), mask=m2)
-            tl.store(out + 3, (_byte(t3, COL_T) & live).to(tl.uint8), mask=m3)
+            _store_bytes(out + j[:, None] * M + 4 * i[None, :], words, r, c, M, K)
 
     if ROW != "none":
         out = row + e * M * K + top * K + left + 4 * i[:, None] * K + j[None, :]
-        scale_at = row_scale + e * row_scale_e + top * row_scale_m + 4 * i * row_scale_m
+        scale_at = row_scale + e * row_scale_e + top + 4 * i
         a0, a1, a2, a3 = 0, 0, 0, 0
         s0, s1, s2, s3 = None, None, None, None
         if ROW == "block" and EVEN:
@@ -331,8 +365,7 @@ def store_tile(
                     row_scale + e * row_scale_e + pm * row_scale_m + pn * row_scale_k, s, None
                 )
             a1, a2, a3 = a0, a0, a0
-        at0, at1 = scale_at, scale_at + row_scale_m
-        at2, at3 = scale_at + 2 * row_scale_m, scale_at + 3 * row_scale_m
+        at0, at1, at2, at3 = scale_at, scale_at + 1, scale_at + 2, scale_at + 3
         _row_tile(v0, out, m0, at0, s0, row_scale_k, a0, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
         _row_tile(v1, out + K, m1, at1, s1, row_scale_k, a1, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
         _row_tile(v2, out + 2 * K, m2, at2, s2, row_scale_k, a2, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)

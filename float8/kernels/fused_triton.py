@@ -27,6 +27,7 @@ from torch import Tensor
 from .cast_triton import (
     amax_bits,
     larger,
+    scale_strides,
     store_row,
     store_scale,
     store_tile,
@@ -43,7 +44,6 @@ from .launch import (
     kind,
     multiprocessors,
     runs_ptx,
-    scale_sizes,
     target,
     tile_constants,
     tile_options,
@@ -145,7 +145,7 @@ def _store_amax(amax, highest, e, c, K, inside, PER: tl.constexpr):
         tl.atomic_max(amax + e, amax_bits(highest, 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # as in quantize_triton
 def row_kernel(
     x, y, z, row, row_scale, row_amax, amax, M, K, eps,
     stride_xm, stride_xk, stride_ym, stride_yk, stride_zm, stride_zk,
@@ -255,10 +255,9 @@ def produce(x, y, z, e, weight, SOURCE: tl.constexpr, DTYPE: tl.constexpr, T: tl
 def _tile(
     x, y, z, row, row_scale, row_amax, col, col_scale, col_amax, pm, pn, e, M, K,
     stride_xm, stride_xk, stride_ym, stride_yk, stride_zm, stride_zk,
-    row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
     SOURCE: tl.constexpr, NEAR: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    ROW_T: tl.constexpr, COL_T: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Tile (pm, pn) of result e in one or both layouts. NEAR: it spans less than 2^31 elements of
@@ -296,22 +295,23 @@ def _tile(
     v1 = produce(x1, y1, z1, e, weight, SOURCE, DTYPE, T)
     v2 = produce(x2, y2, z2, e, weight, SOURCE, DTYPE, T)
     v3 = produce(x3, y3, z3, e, weight, SOURCE, DTYPE, T)
+    row_scale_e, row_scale_m, row_scale_k = scale_strides(M, K, ROW, BM, ROW_BLOCK)
+    col_scale_e, col_scale_m, col_scale_k = scale_strides(K, M, COL, BN, COL_BLOCK)
     store_tile(
         v0, v1, v2, v3, r, c, pm, pn, e.to(tl.int64),
         row, row_scale, row_amax, col, col_scale, col_amax, M, K,
         row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
-        ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, WORDS, EVEN, BM, BN,
+        ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, EVEN, EVEN, BM, BN,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def tile_kernel(
     x, y, z, row, row_scale, row_amax, col, col_scale, col_amax, M, K,
     stride_xm, stride_xk, stride_ym, stride_yk, stride_zm, stride_zk,
-    row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
     SOURCE: tl.constexpr, NEAR: tl.constexpr,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    ROW_T: tl.constexpr, COL_T: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of one result in one or both layouts; with STAGES, tiles pid, pid + G, ...
@@ -331,8 +331,7 @@ def tile_kernel(
         _tile(
             x, y, z, row, row_scale, row_amax, col, col_scale, col_amax, pm, pn, e, M, K,
             stride_xm, stride_xk, stride_ym, stride_yk, stride_zm, stride_zk,
-            row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
-            SOURCE, NEAR, ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, WORDS, EVEN, BM, BN,
+            SOURCE, NEAR, ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, EVEN, BM, BN,
         )  # fmt: skip
     else:
         width = tl.cdiv(K, BN)
@@ -342,8 +341,7 @@ def tile_kernel(
                 x, y, z, row, row_scale, row_amax, col, col_scale, col_amax,
                 tile // width, tile % width, tl.program_id(1), M, K,
                 stride_xm, stride_xk, stride_ym, stride_yk, stride_zm, stride_zk,
-                row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
-                SOURCE, NEAR, ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, WORDS, EVEN, BM, BN,
+                SOURCE, NEAR, ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, EVEN, BM, BN,
             )  # fmt: skip
 
 
@@ -426,7 +424,6 @@ class _Fused:
                 options, stages = stream.options, 2
             self.tiles = Launch(
                 tile_kernel, grid, x.m, x.k, *s,
-                *scale_sizes(self.outputs.scale), *scale_sizes(self.outputs.scale_t),
                 options=options,
                 SOURCE=job.source,
                 NEAR=all(bm * s[i] + bn * s[i + 1] < 2**31 for i in (0, 2, 4)),
@@ -464,16 +461,20 @@ def _stream(job: _Job, row: CastPlan | None, col: CastPlan | None) -> _Stream | 
 
 def _tile_options(job: _Job, row: CastPlan | None, col: CastPlan | None) -> dict[str, int]:
     """As of a plain cast, but where a warp has 32 threads: masks, inputs in float32, or three, need
-    the registers of eight warps. SwiGLU with a scale per column runs eight of few registers, so
-    that three programs share a multiprocessor (8192 x 14336: 315 us instead of 346)."""
+    the registers of eight warps, of which two programs share a multiprocessor in 16 bits. SwiGLU
+    with a scale per column runs eight of few registers, so that three do (8192 x 14336: 315 us
+    instead of 346)."""
     bm, bn = tile_shape(row, col)
     if not runs_ptx(job.results):
         return tile_options(job.results, row, col)
     backward = job.source == "swiglu_backward"
     if bm * bn < 128 * 128:
         return {"num_warps": 4 if backward else 8}
-    if backward or job.itemsize == 4 or job.m % bm or job.k % bn:
-        return {"num_warps": 8}
+    uneven = job.m % bm != 0 or job.k % bn != 0
+    if backward or job.itemsize == 4 or uneven:
+        squares = "square" in (row and kind(row), col and kind(col))
+        few = {"maxnreg": 128} if job.itemsize == 2 and (uneven or squares) else {}
+        return {"num_warps": 8, **few}
     if job.source == "swiglu" and bm == 256:
         return {"num_warps": 8, "maxnreg": 80}
     return tile_options(job.results, row, col)
@@ -506,7 +507,8 @@ class _Rows:
         width = width if whole else min(width, _CHUNK)
         options, programs, stages = fused_row_loop(x, job.source, width, job.itemsize)
         chunks = triton.cdiv(x.k, width)
-        g = max(1, min(x.m, multiprocessors(x) * programs // chunks))
+        most = max(1, multiprocessors(x) * programs // chunks)
+        g = min(x.m, most)
         self.amax_shape = (x.e, g, x.k) if self.per == "column" else (x.e, 1)
         self.row_shape = (x.e, x.m)
         layout = job.col if job.row is None else job.row
@@ -516,7 +518,7 @@ class _Rows:
             options=options, SOURCE=job.source, ROW=self.row, PER=self.per, WHOLE=whole,
             T=target(x, layout), KP=width, STAGES=stages,
         )  # fmt: skip
-        self.columns = ColumnAmaxes(x.e, g, x.k) if self.per == "column" else None
+        self.columns = ColumnAmaxes(x.e, g, most, x.k) if self.per == "column" else None
 
     def __call__(
         self,

@@ -86,10 +86,8 @@ class Output(NamedTuple):
 
     @staticmethod
     def data(shape: tuple[int, ...], layout: CastPlan, col: bool = False) -> Output:
-        """Data of one layout; col layouts are written four values at a time where their rows are
-        of whole words."""
-        words = torch.int32 if shape[-1] % 4 == 0 else torch.uint8
-        written_as = words if col else layout.dtype
+        """Data of one layout."""
+        written_as = torch.uint8 if col else layout.dtype
         return Output(shape, contiguous_strides(shape), layout.dtype, written_as)
 
     @staticmethod
@@ -224,13 +222,9 @@ def row_stages(device: torch.device, row_bytes: int, wanted: int) -> int:
     return min(wanted, buffers + 1) if buffers > 1 else 1
 
 
-def scale_sizes(scale: Output | None) -> tuple[int, ...]:
-    """Strides of a layout's scales [E, rows, blocks], zeros for a layout that is not written."""
-    return (0, 0, 0) if scale is None else (0, *scale.strides)[-3:]
-
-
 def tile_constants(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dict[str, Any]:
-    """The constexprs of ``store_tile`` for two layouts of x [E, M, K], in its order."""
+    """The constexprs of a kernel that calls ``store_tile`` for two layouts of x [E, M, K], in its
+    order. What depends on M: whether tiles are whole."""
     bm, bn = tile_shape(row, col)
     if x.m > GRID_LIMIT * bm:  # triton_refusal stops at 128 rows a program
         bm = 128
@@ -241,7 +235,6 @@ def tile_constants(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> d
         "COL_BLOCK": bm if col is None or col.block[1] == FULL else col.block[1],
         "ROW_T": None if row is None else target(x, row),
         "COL_T": None if col is None else target(x, col),
-        "WORDS": x.m % 4 == 0,
         "EVEN": x.m % bm == 0 and x.k % bn == 0,
         "BM": bm,
         "BN": bn,
@@ -263,8 +256,14 @@ def tile_options(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dic
     """Triton's options for a tile. 128 x 128 in four wavefronts of 64 is right as it is; of 32, it
     leaves 128 values to a thread: blocks get so few registers that three programs share a
     multiprocessor instead of two (1x128 dual, 8192 x 14336: 134.7 us instead of 144.2), and two
-    layouts from one amax get eight warps."""
-    if runs_ptx(x) and tile_shape(row, col) == (128, 128):
+    layouts from one amax get eight warps. So do masks of the transposed layout, for the registers;
+    two programs share a multiprocessor."""
+    if not runs_ptx(x):
+        return {"num_warps": 4}
+    bm, bn = tile_shape(row, col)
+    if col is not None and (x.m % bm or x.k % bn):
+        return {"num_warps": 8, "maxnreg": 128}
+    if (bm, bn) == (128, 128):
         both = row is not None and col is not None and kind(row) == kind(col) == "tensor"
         return {"num_warps": 8} if both else {"num_warps": 4, "maxnreg": 168}
     return {"num_warps": 4}

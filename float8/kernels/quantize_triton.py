@@ -16,6 +16,7 @@ from .cast_triton import (
     amax_bits,
     larger,
     load_four,
+    scale_strides,
     store_row,
     store_scale,
     store_tile,
@@ -26,12 +27,10 @@ from .launch import (
     MAX_ROW,
     Launch,
     Matrices,
-    Output,
     Outputs,
     kind,
     multiprocessors,
     row_loop,
-    scale_sizes,
     target,
     tile_constants,
     tile_options,
@@ -39,12 +38,13 @@ from .launch import (
 from .quantize import GRID_LIMIT, CastPlan
 
 
-@triton.jit
+# M is the number of tokens, often a new one: no kernel is compiled for M's value or alignment, but
+# for whole tiles of rows (EVEN), where no access has a mask, and for others.
+@triton.jit(do_not_specialize=["M"])
 def tile_kernel(
     x, row, row_scale, row_amax, col, col_scale, col_amax, M, K, stride_e, stride_m, stride_k,
-    row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
     ROW: tl.constexpr, COL: tl.constexpr, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr,
-    ROW_T: tl.constexpr, COL_T: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    ROW_T: tl.constexpr, COL_T: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of x in one or both layouts. NEAR: it spans less than 2^31 elements of
@@ -63,18 +63,19 @@ def tile_kernel(
     i, j = tl.arange(0, BM // 4).to(OFFSET), tl.arange(0, BN).to(OFFSET)
     source = corner + (4 * i[:, None] * next_row + j[None, :] * next_column)
     v0, v1, v2, v3 = load_four(source, next_row, r, c, M, K, EVEN)
+    row_scale_e, row_scale_m, row_scale_k = scale_strides(M, K, ROW, BM, ROW_BLOCK)
+    col_scale_e, col_scale_m, col_scale_k = scale_strides(K, M, COL, BN, COL_BLOCK)
     store_tile(
         v0, v1, v2, v3, r, c, pm, pn, e,
         row, row_scale, row_amax, col, col_scale, col_amax, M, K,
         row_scale_e, row_scale_m, row_scale_k, col_scale_e, col_scale_m, col_scale_k,
-        ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, WORDS, EVEN, BM, BN,
+        ROW, COL, ROW_BLOCK, COL_BLOCK, ROW_T, COL_T, EVEN, EVEN, BM, BN,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def row_kernel(
     x, row, row_scale, partial, M, K, CHUNKS, stride_e, stride_m, stride_k,
-    scale_e, scale_m, scale_k,
     T: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, NEAR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -91,6 +92,7 @@ def row_kernel(
     source = rows.to(OFFSET) * tl.cast(stride_m, OFFSET)
     source += columns.to(OFFSET) * tl.cast(stride_k, OFFSET)
     highest = to_magnitude(tl.zeros([BM, BLOCKS, BLOCK], tl.float32), T)
+    scale_e, scale_m, scale_k = scale_strides(M, K, "block", 1, BLOCK)
     for tile in tl.range(pid, tl.cdiv(M, BM) * CHUNKS, G, num_stages=STAGES):
         m, k = tile // CHUNKS * BM, tile % CHUNKS * BN
         top, left = tl.cast(m, tl.int64), tl.cast(k, tl.int64)
@@ -118,9 +120,9 @@ def row_kernel(
         tl.store(partial + (e * G + pid) * K + c, amax_bits(highest, 0), mask=c < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G"])
 def column_kernel(partial, amax, G, K, GP: tl.constexpr, BN: tl.constexpr):
-    """Maximum over partial [E, G, K] to amax [E, K]."""
+    """Maximum over partial [E, G, K] to amax [E, K]; G is GP at most."""
     e = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     g = tl.arange(0, GP)
@@ -129,15 +131,17 @@ def column_kernel(partial, amax, G, K, GP: tl.constexpr, BN: tl.constexpr):
     tl.store(amax + e * K + c, tl.max(v, 0), mask=c < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def amax_kernel(
     x, amax, M, K, stride_e, stride_m, stride_k,
-    T: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    T: tl.constexpr, PER: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """amax bits per "tensor" [E], "column" [E, K] or "row" [E, M], by relaxed integer atomics; amax
     starts as zeros. A program reads STEPS tiles [BM, BN]: down the rows, but for "row" along
-    them."""
+    them. EVEN: M is a multiple of BM."""
+    if EVEN:
+        M = M // BM * BM  # shows the compiler that a tile's rows are inside together
     pn, pm, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seen = to_magnitude(tl.zeros([BM, BN], tl.float32), T)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -208,7 +212,7 @@ class _Cast:
     ) -> None:
         """``given``: an amax for what is cast; ``measured``: col's amax is taken, and no col."""
         e, m, k = (1, *shape)[-3:]
-        stride_e, stride_m, stride_k = (0, *strides)[-3:]
+        stride_e, stride_m, stride_k = (0, *strides)[-3:] if e > 1 else (0, *strides[-2:])
         x = Matrices(e, m, k, stride_e, stride_m, stride_k, device)
         kinds = row and kind(row), col and kind(col)
         self.device, self.outputs = device, Outputs.of(shape, row, None if measured else col)
@@ -217,7 +221,7 @@ class _Cast:
         held = kinds[0] == "vector" and x.k <= MAX_ROW and not given
         if row is not None and (held or (kinds == ("block", None) and row.block[1] == 128)):
             columns = kinds[1] == "vector"
-            self.rows = _Rows(x, dtype, row, self.outputs.scale, columns)
+            self.rows = _Rows(x, dtype, row, columns)
             row = None
         elif row is not None and kinds[0] in ("tensor", "vector"):
             self.row_amax = _Amax(x, row, "row")
@@ -227,7 +231,7 @@ class _Cast:
                 self.col_amax = _Amax(x, col, "column")
         col = None if measured else col
         if row is not None or col is not None:
-            self.tiles = _tiles(x, row, col, self.outputs)
+            self.tiles = _tiles(x, row, col)
 
     def __call__(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, ...]:
         outputs, seen = self.outputs.new(self.device)
@@ -254,14 +258,7 @@ class _Rows:
     """The row layout, rowwise or in blocks of one row; the columns' amax bits [E, K] too, if asked
     for."""
 
-    def __init__(
-        self,
-        x: Matrices,
-        dtype: torch.dtype,
-        layout: CastPlan,
-        scale: Output | None,
-        columns: bool,
-    ) -> None:
+    def __init__(self, x: Matrices, dtype: torch.dtype, layout: CastPlan, columns: bool) -> None:
         block = layout.block[1]
         if block == FULL:
             block = max(128, triton.next_power_of_2(x.k))
@@ -271,18 +268,19 @@ class _Rows:
         warps, together, stages = row_loop(x.device, bm * bn, dtype.itemsize)
         chunks = triton.cdiv(x.k, bn)
         programs = tiles = triton.cdiv(x.m, bm) * chunks
+        most = max(1, multiprocessors(x) * together // x.e)
         if bm == 1:
-            programs = max(1, min(tiles, multiprocessors(x) * together // x.e))
+            programs = min(tiles, most)
         else:  # one tile each: 81.9 us for 8192 x 14336, against 85.6 of programs that stay
             stages = 1
         self.launch = Launch(
             row_kernel, (programs, x.e, 1),
-            x.m, x.k, chunks, x.stride_e, x.stride_m, x.stride_k, *scale_sizes(scale),
+            x.m, x.k, chunks, x.stride_e, x.stride_m, x.stride_k,
             options={"num_warps": warps},
             T=target(x, layout), COLUMNS=columns, BLOCK=block, BM=bm, BN=bn,
             NEAR=bm * x.stride_m + bn * x.stride_k < 2**31, STAGES=stages,
         )  # fmt: skip
-        self.columns = ColumnAmaxes(x.e, programs, x.k) if columns else None
+        self.columns = ColumnAmaxes(x.e, programs, most, x.k) if columns else None
 
     def __call__(self, x: Tensor, data: Tensor | None, scale: Tensor | None) -> Tensor | None:
         if self.columns is None:
@@ -294,14 +292,15 @@ class _Rows:
 
 
 class ColumnAmaxes:
-    """amax bits [E, K] of the programs' partial ones, of ``shape`` [E, G, K]."""
+    """amax bits [E, K] of the programs' partial ones, of ``shape`` [E, G, K]; ``most``: G where
+    there are many rows."""
 
-    def __init__(self, e: int, programs: int, k: int) -> None:
+    def __init__(self, e: int, programs: int, most: int, k: int) -> None:
         self.shape = (e, programs, k)
         width = 32
         self.launch = Launch(
             column_kernel, (triton.cdiv(k, width), e, 1), programs, k,
-            options={"num_warps": 4}, GP=triton.next_power_of_2(programs), BN=width,
+            options={"num_warps": 4}, GP=triton.next_power_of_2(most), BN=width,
         )  # fmt: skip
 
     def __call__(self, partial: Tensor) -> Tensor:
@@ -323,7 +322,7 @@ class _Amax:
             amax_kernel, (triton.cdiv(x.k, bn * along), triton.cdiv(x.m, bm * down), x.e),
             x.m, x.k, x.stride_e, x.stride_m, x.stride_k,
             options={"num_warps": 4}, T=target(x, layout),
-            PER=per, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4,
+            PER=per, EVEN=x.m % bm == 0, BM=bm, BN=bn, STEPS=max(down, along), STAGES=4,
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -332,12 +331,11 @@ class _Amax:
         return amax
 
 
-def _tiles(x: Matrices, row: CastPlan | None, col: CastPlan | None, outputs: Outputs) -> Launch:
+def _tiles(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> Launch:
     constants, options = tile_constants(x, row, col), tile_options(x, row, col)
     bm, bn = constants["BM"], constants["BN"]
     return Launch(
         tile_kernel, (triton.cdiv(x.k, bn), triton.cdiv(x.m, bm), x.e),
         x.m, x.k, x.stride_e, x.stride_m, x.stride_k,
-        *scale_sizes(row and outputs.scale), *scale_sizes(outputs.scale_t),
         options=options, **constants, NEAR=bm * x.stride_m + bn * x.stride_k < 2**31,
     )  # fmt: skip
