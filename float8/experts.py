@@ -118,17 +118,23 @@ class _SwigluExperts(torch.autograd.Function):
         )
         if needs_down:
             g_down = multiply_columns(gy_t, h_t, wgrad, ctx.w_dtypes[0]).mT
+        del gy_t  # in eager code memory is free when nothing here names it any more
         if into_hidden:
             gh_TF = multiply_rows(gy, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
+            del gy
             rows, columns = (dgrad.a if needs_x else None), (wgrad.a if any(needs_into) else None)
             casts = _cast_gradients(gh_TF, products, offs, rows, columns)
+            g_rows, g_columns = zip(*casts, strict=True)
+            del gh_TF, casts
             # Before the weights' gradients, which are the largest of all: what only this multiplies
-            # then makes room for them in compiled code.
-            for i, (g, _) in enumerate(casts if needs_x else ()):
+            # then makes room for them.
+            for i in range(count if needs_x else 0):
                 w = stack_for_dgrad((weights[2 * i], weights[2 * i + 1]), dgrad)
-                part = multiply_rows(g, w, offs, dgrad, dtype)
-                g_x = part if g_x is None else g_x + part
-            for i, (_, g_t) in enumerate(casts):
+                part = multiply_rows(g_rows[i], w, offs, dgrad, dtype)
+                g_x = part if g_x is None else g_x.add_(part)
+                del w, part
+            del g_rows
+            for i, g_t in enumerate(g_columns):
                 if needs_into[i]:
                     g_into[i] = multiply_columns(g_t, x_t, wgrad, ctx.w_dtypes[1 + i]).mT
         return g_x, None, g_down, None, None, *g_into
