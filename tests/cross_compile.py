@@ -30,8 +30,8 @@ from triton.runtime.jit import JITFunction
 from float8.devices import assume_device, describe
 from float8.formats import E4M3FN, E4M3FNUZ, FORMATS
 from float8.kernels import fused_triton, launch, quantize_grouped_triton, quantize_triton
-from float8.kernels.quantize import CastPlan
-from float8.scaling import FULL
+from float8.kernels.quantize import CastPlan, given_mode
+from float8.scaling import FULL, scale_dtype, scale_shape
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -132,6 +132,25 @@ def quantize(row: CastPlan | None, col: CastPlan | None) -> None:
     quantize_triton.quantize_layouts(x, row, col)
 
 
+def quantize_static(row: CastPlan | None, col: CastPlan | None) -> None:
+    """A given scale; the transposed layout has it where other loads of its kind are."""
+    if row is not None and (col is None or row.block == (1, 128)):
+        x = torch.empty(512, 4096, dtype=torch.bfloat16, device="meta")
+        x = x if col is None else x.t()
+        scale = torch.empty(
+            scale_shape(x.shape, row.block), dtype=scale_dtype(row.scale_mode), device="meta"
+        )
+        cast = row._replace(scale_mode=given_mode(scale))
+        quantize_triton.quantize_layouts(x, cast, None, scale=scale)
+
+
+def quantize_uneven(row: CastPlan | None, col: CastPlan | None) -> None:
+    """With a number of rows that no access but one of a byte suits."""
+    if row is not None and col is not None:
+        x = torch.empty(4099, 4096, dtype=torch.bfloat16, device="meta")
+        quantize_triton.quantize_layouts(x, row, col)
+
+
 def quantize_grouped(row: CastPlan | None, col: CastPlan | None) -> None:
     """With a number of tokens that no kernel may count on, in groups that fill two warps."""
     if col is None:
@@ -176,7 +195,7 @@ def fused_grouped(source: str, joint: bool) -> Callable[[CastPlan | None, CastPl
 
 # What an option compiles: names and functions of two casts.
 RUNS: dict[str, dict[str, Callable[[CastPlan | None, CastPlan | None], None]]] = {
-    "": {"quantize": quantize},
+    "": {"quantize": quantize, "static": quantize_static, "uneven": quantize_uneven},
     "--grouped": {"quantize_grouped": quantize_grouped},
     "--fused": {source: fused(source) for source in ("rms", "swiglu", "swiglu_backward")},
     "--fused-grouped": {

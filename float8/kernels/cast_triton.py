@@ -27,6 +27,7 @@ import triton.language as tl
 
 _INF = tl.constexpr(0x7F800000)
 _MANTISSA = tl.constexpr(0x007FFFFF)
+_LOWEST_GIVEN = tl.constexpr(0x00400000)  # 2^-127
 
 
 @triton.jit
@@ -94,11 +95,22 @@ def _decode_e8m0(code):
 
 
 @triton.jit
-def to_scale(bits, T: tl.constexpr):
+def to_scale(bits, T: tl.constexpr, given=None, mask=None):
     """(scale, inverse, live) of amax bits: ``scaling.scale_from_amax``; live is -1 where the block
-    has data, 0 where its bytes are zero by rule."""
+    has data, 0 where its bytes are zero by rule. In the mode "given", the scale is what ``given``
+    points at, if the block is finite: ``quantize.quantize_static``."""
     finite = bits < _INF
-    if T.MODE == "fp32":
+    if T.MODE == "given":
+        if mask is None:
+            scale = tl.load(given)
+        else:
+            scale = tl.load(given, mask=mask, other=1)
+        if given.dtype.element_ty == tl.uint8:
+            scale = _decode_e8m0(scale.to(tl.int32))
+        code = scale.to(tl.int32, bitcast=True)
+        finite &= (code >= _LOWEST_GIVEN) & (code < _INF)  # negative numbers are negative here
+        inverse = tl.math.div_rn(1.0, scale)
+    elif T.MODE == "fp32":
         scale = tl.maximum(
             _divide_by_max(bits.to(tl.float32, bitcast=True), T), 1.1754943508222875e-38
         )
@@ -118,8 +130,10 @@ def to_scale(bits, T: tl.constexpr):
         scale = _decode_e8m0(code)
         inverse = _decode_e8m0(254 - code)
     nan = tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-    # 0 < bits < Inf in one unsigned comparison
-    live = tl.where((bits - 1).to(tl.uint32, bitcast=True) < _INF - 1, -1, 0)
+    if T.MODE == "given":
+        live = tl.where(finite, -1, 0)
+    else:  # 0 < bits < Inf in one unsigned comparison
+        live = tl.where((bits - 1).to(tl.uint32, bitcast=True) < _INF - 1, -1, 0)
     return tl.where(finite, scale, nan), inverse, live
 
 
@@ -182,26 +196,27 @@ def _row_tile(
     """Quantise every fourth row of a tile in row layout: v [BI, BN] to out; scale points at (row,
     block 0)."""
     if KIND == "block" and BLOCK == BN:
-        s, inverse, live = to_scale(amax_bits(to_magnitude(v, T), 1), T)
-        store_scale(scale + pn.to(tl.int64) * stride_sk, s, scale_mask)
+        scale += pn.to(tl.int64) * stride_sk
+        s, inverse, live = to_scale(amax_bits(to_magnitude(v, T), 1), T, scale, scale_mask)
+        store_scale(scale, s, scale_mask)
         inverse, live = inverse[:, None], live[:, None]
     elif KIND == "block":
         groups: tl.constexpr = BN // BLOCK
-        s, inverse, live = to_scale(
-            amax_bits(tl.reshape(to_magnitude(v, T), [BI, groups, BLOCK]), 2), T
-        )
+        bits = amax_bits(tl.reshape(to_magnitude(v, T), [BI, groups, BLOCK]), 2)
         scale += (pn * groups).to(tl.int64) * stride_sk
         block = tl.arange(0, groups).to(tl.int64)
-        store_scale(scale[:, None] + block[None, :] * stride_sk, s, scale_mask)
+        scale = scale[:, None] + block[None, :] * stride_sk
+        s, inverse, live = to_scale(bits, T, scale, scale_mask)
+        store_scale(scale, s, scale_mask)
         # The compiler does not see that a group's mask is one for a whole vector: select here, not
         # in the store.
         v = tl.reshape(v, [BI, groups, BLOCK])
         v = tl.reshape(tl.where(live[:, :, None] != 0, v * inverse[:, :, None], 0.0), [BI, BN])
         inverse, live = 1.0, -1
     else:
-        s, inverse, live = to_scale(amax, T)
+        s, inverse, live = to_scale(amax, T, scale, scale_mask)
         if KIND == "vector":
-            store_scale(scale, s, scale_mask)
+            store_scale(scale, s, scale_mask & (pn == 0))
             inverse, live = inverse[:, None], live[:, None]
     store_row(out, v * inverse, live, inside, T)
 
@@ -277,20 +292,19 @@ def store_tile(
     if COL != "none":
         scale_at = col_scale + e * col_scale_e + left + j
         if COL == "block" and COL_BLOCK == BM:
-            s, inverse, live = to_scale(amax_bits(highest, 0), COL_T)
-            store_scale(scale_at + pm.to(tl.int64) * col_scale_k, s, c_inside)
+            scale_at += pm.to(tl.int64) * col_scale_k
+            s, inverse, live = to_scale(amax_bits(highest, 0), COL_T, scale_at, c_inside)
+            store_scale(scale_at, s, c_inside)
             inverse, live = inverse[None, :], live[None, :]
         elif COL == "block":
             groups: tl.constexpr = BM // COL_BLOCK
-            s, inverse, live = to_scale(
-                amax_bits(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1), COL_T
-            )
+            bits = amax_bits(tl.reshape(highest, [groups, COL_BLOCK // 4, BN]), 1)
             block = pm * groups + tl.arange(0, groups)
             scale_inside = None if EVEN else (block[:, None] * COL_BLOCK < M) & (c[None, :] < K)
             scale_at += (pm * groups).to(tl.int64) * col_scale_k
-            store_scale(
-                scale_at[None, :] + tl.arange(0, groups)[:, None] * col_scale_k, s, scale_inside
-            )
+            scale_at = scale_at[None, :] + tl.arange(0, groups)[:, None] * col_scale_k
+            s, inverse, live = to_scale(bits, COL_T, scale_at, scale_inside)
+            store_scale(scale_at, s, scale_inside)
             inverse = tl.reshape(
                 tl.broadcast_to(inverse[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN]
             )
@@ -298,20 +312,19 @@ def store_tile(
                 tl.broadcast_to(live[:, None, :], [groups, COL_BLOCK // 4, BN]), [BI, BN]
             )
         elif COL == "vector":
-            s, inverse, live = to_scale(tl.load(col_amax + e * K + c, mask=c < K, other=0), COL_T)
+            bits = tl.load(col_amax + e * K + c, mask=c < K, other=0)
+            s, inverse, live = to_scale(bits, COL_T, scale_at, c < K)
             if pm == 0:
                 store_scale(scale_at, s, c < K)
             inverse, live = inverse[None, :], live[None, :]
         else:
-            s, inverse, live = to_scale(
-                tl.load(col_amax + e) & 0x7FFFFFFF if COL == "tensor" else tile_amax, COL_T
-            )
-            if COL == "square":
-                store_scale(
-                    col_scale + e * col_scale_e + pn * col_scale_m + pm * col_scale_k, s, None
-                )
-            elif (pm == 0) & (pn == 0):
-                store_scale(col_scale + e, s, None)
+            scale_at = col_scale + e * col_scale_e + pn * col_scale_m + pm * col_scale_k
+            bits = tl.load(col_amax + e) & 0x7FFFFFFF if COL == "tensor" else tile_amax
+            if COL == "tensor":
+                scale_at = col_scale + e
+            s, inverse, live = to_scale(bits, COL_T, scale_at)
+            if COL == "square" or ((pm == 0) & (pn == 0)):
+                store_scale(scale_at, s, None)
         t0, t1, t2, t3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
         words = tl.trans(pack(t0, t1, t2, t3, live, COL_T))
         out = col.to(tl.pointer_type(tl.uint8), bitcast=True) + e * K * M + left * M + top
@@ -341,31 +354,27 @@ def store_tile(
             s2 = (r[:, None] + 2 < M) & inside
             s3 = (r[:, None] + 3 < M) & inside
         elif ROW == "vector":
-            first = pn == 0
             a0 = tl.load(row_amax + e * M + r, mask=r < M, other=0)
             a1 = tl.load(row_amax + e * M + r + 1, mask=r + 1 < M, other=0)
             a2 = tl.load(row_amax + e * M + r + 2, mask=r + 2 < M, other=0)
             a3 = tl.load(row_amax + e * M + r + 3, mask=r + 3 < M, other=0)
-            s0, s1, s2, s3 = (
-                first & (r < M),
-                first & (r + 1 < M),
-                first & (r + 2 < M),
-                first & (r + 3 < M),
-            )
-        else:
-            if ROW == "tensor":
-                a0 = tl.load(row_amax + e) & 0x7FFFFFFF
-                s, _, _ = to_scale(a0, ROW_T)
-                if (pm == 0) & (pn == 0):
-                    store_scale(row_scale + e, s, None)
-            else:
-                a0 = tile_amax
-                s, _, _ = to_scale(a0, ROW_T)
-                store_scale(
-                    row_scale + e * row_scale_e + pm * row_scale_m + pn * row_scale_k, s, None
-                )
+            s0, s1, s2, s3 = r < M, r + 1 < M, r + 2 < M, r + 3 < M
+        elif ROW == "tensor":
+            a0 = tl.load(row_amax + e) & 0x7FFFFFFF
+            scale_at = row_scale + e
+            s, _, _ = to_scale(a0, ROW_T, scale_at)
+            if (pm == 0) & (pn == 0):
+                store_scale(scale_at, s, None)
             a1, a2, a3 = a0, a0, a0
-        at0, at1, at2, at3 = scale_at, scale_at + 1, scale_at + 2, scale_at + 3
+        else:
+            a0 = tile_amax
+            scale_at = row_scale + e * row_scale_e + pm * row_scale_m + pn * row_scale_k
+            s, _, _ = to_scale(a0, ROW_T, scale_at)
+            store_scale(scale_at, s, None)
+            a1, a2, a3 = a0, a0, a0
+        at0, at1, at2, at3 = scale_at, scale_at, scale_at, scale_at
+        if ROW == "block" or ROW == "vector":
+            at1, at2, at3 = scale_at + 1, scale_at + 2, scale_at + 3
         _row_tile(v0, out, m0, at0, s0, row_scale_k, a0, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
         _row_tile(v1, out + K, m1, at1, s1, row_scale_k, a1, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)
         _row_tile(v2, out + 2 * K, m2, at2, s2, row_scale_k, a2, pn, ROW, ROW_BLOCK, BI, BN, ROW_T)

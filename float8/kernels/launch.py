@@ -169,7 +169,7 @@ class Target:
             MAX_MANTISSA=max_bits & 0x007FFFFF,
             MAX_EXPONENT=fmt.max_exponent,
             HALF_STEP=1 << (22 - fmt.mantissa_bits),
-            MODE=mode,
+            MODE="given" if mode.endswith("given") else mode,
             PTX=pack if ptx else "",
         )
 

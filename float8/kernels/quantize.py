@@ -1,8 +1,8 @@
 """High precision to FP8 and back, for any block shape on any rank: ``torch.ops.float8.{quantize,
 quantize_dual, quantize_static, dequantize}``. The bodies below are the reference and the
 specification; no gradient flows through these ops (``float8.quantize`` and
-``Float8TrainingTensor.dequantize`` carry it). On a GPU, ``quantize`` and ``quantize_dual`` run
-Triton kernels that give the same bytes, where ``triton_refusal`` does not say otherwise.
+``Float8TrainingTensor.dequantize`` carry it). On a GPU, all but ``dequantize`` run Triton kernels
+that give the same bytes, where ``triton_refusal`` does not say otherwise.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..scaling import (
     check_scale_mode,
     decode_scale,
     encode_e8m0,
+    mode_like,
     scale_dtype,
     scale_from_amax,
     scale_layout,
@@ -276,6 +277,26 @@ def _quantize_and_measure_gpu(
     return data, scale, amax
 
 
+def _quantize_static_gpu(
+    x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    cast = CastPlan(tuple(block), dtype, mode_like(scale))
+    layouts = _layouts(x.shape, x.dtype, device_profile(x.device), cast)
+    if layouts is None:
+        return quantize_static(x, scale, block, dtype)
+    check_scale(scale, x, block)
+    from .quantize_triton import quantize_layouts
+
+    given = layouts[0]._replace(scale_mode=given_mode(scale))
+    data, used = quantize_layouts(x, given, None, scale=scale)
+    return data, used
+
+
+def given_mode(scale: Tensor) -> str:
+    """The kernels' scale mode of a static scale: none of SCALE_MODES, as nothing is computed."""
+    return "e8m0_given" if scale.dtype == E8M0.dtype else "given"
+
+
 def _launch(
     x: Tensor,
     row: CastPlan,
@@ -439,7 +460,7 @@ for _name, _reference, _gpu, _fake in (
         _quantize_and_measure_gpu,
         _fake_quantize_and_measure,
     ),
-    ("quantize_static", quantize_static, quantize_static, _fake_quantize_static),
+    ("quantize_static", quantize_static, _quantize_static_gpu, _fake_quantize_static),
     ("dequantize", dequantize, dequantize, _fake_dequantize),
 ):
     _LIB.impl(_name, _reference, "CPU")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..scaling import FULL
+from ..scaling import FULL, as_bytes
 from .cast_triton import (
     amax_bits,
     larger,
@@ -108,10 +108,10 @@ def row_kernel(
         magnitude = to_magnitude(v, T)
         if COLUMNS:
             highest = larger(highest, magnitude)
-        scale, inverse, live = to_scale(amax_bits(magnitude, 2), T)
         at = row_scale + e * scale_e + (top + i)[:, None] * scale_m
         at += (left // BLOCK + block)[None, :] * scale_k
         scale_inside = (m + i < M)[:, None] & (k + block * BLOCK < K)[None, :]
+        scale, inverse, live = to_scale(amax_bits(magnitude, 2), T, at, scale_inside)
         store_scale(at, scale, scale_inside)
         out = row + (e * M + top) * K + left + rows * K + columns
         store_row(out, v * inverse[:, :, None], live[:, :, None], inside, T)
@@ -166,37 +166,44 @@ def amax_kernel(
 
 
 def quantize_layouts(
-    x: Tensor, row: CastPlan | None, col: CastPlan | None, amax: Tensor | None = None
+    x: Tensor,
+    row: CastPlan | None,
+    col: CastPlan | None,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """(data, scale) of each layout asked for, row first; x [M, K] or [E, M, K], any strides, not
-    empty. ``amax``: float32, where it is known: one for each matrix, or each row of one layout."""
+    empty. ``amax``: float32, where it is known: one for each matrix, or each row of one layout.
+    ``scale``: that of one layout, whose mode is ``given_mode`` of it."""
     if x.stride(-1) != 1 and x.stride(-2) == 1:
         # A transposed view: its col layout is the row layout of what it is a view of.
-        out = quantize_layouts(x.mT, col, row, amax)
+        out = quantize_layouts(x.mT, col, row, amax, scale)
         return out if row is None or col is None else (*out[2:], *out[:2])
-    return _cast_of(x, row, col, given=amax is not None)(x, amax)
+    return _cast_of(x, row, col, amax)(x, amax, scale)
 
 
 def quantize_and_measure(x: Tensor, row: CastPlan, col: CastPlan) -> tuple[Tensor, ...]:
     """(data, scale) of the row layout, and the amax that a cast to the transposed one, with a scale
     per row or tensor, is to be given."""
-    return _cast_of(x, row, col, measured=True)(x, None)
+    return _cast_of(x, row, col, None, measured=True)(x)
 
 
 def _cast_of(
     x: Tensor,
     row: CastPlan | None,
     col: CastPlan | None,
-    given: bool = False,
+    amax: Tensor | None,
     measured: bool = False,
 ) -> _Cast:
     # Alignment is not asked for, but Triton specialises on it.
-    aligned = x.data_ptr() % 16 == 0
+    aligned = x.data_ptr() % 16 == 0, amax is None or amax.data_ptr() % 16 == 0
+    given = amax is not None
     return _cast(x.shape, x.stride(), x.dtype, x.device, aligned, row, col, given, measured)
 
 
 class _Cast:
-    """The launches that cast tensors of one shape, strides, dtype and alignment."""
+    """The launches that cast tensors of one shape, strides, dtype and alignment, with an amax of
+    one alignment."""
 
     def __init__(
         self,
@@ -204,7 +211,7 @@ class _Cast:
         strides: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        aligned: bool,
+        aligned: tuple[bool, bool],
         row: CastPlan | None,
         col: CastPlan | None,
         given: bool,
@@ -233,8 +240,14 @@ class _Cast:
         if row is not None or col is not None:
             self.tiles = _tiles(x, row, col)
 
-    def __call__(self, x: Tensor, amax: Tensor | None) -> tuple[Tensor, ...]:
+    def __call__(
+        self, x: Tensor, amax: Tensor | None = None, scale: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         outputs, seen = self.outputs.new(self.device)
+        if scale is not None:
+            # Kernels take it from where theirs goes, and write NaN where a block has none.
+            (place,) = (s for s in (outputs[1], outputs[3]) if s is not None)
+            as_bytes(place).copy_(as_bytes(scale))
         row_amax = col_amax = None if amax is None else amax.contiguous().view(torch.int32)
         if self.rows is not None:
             col_amax = self.rows(x, *seen[:2])
