@@ -1314,7 +1314,9 @@ def test_grouped_product_of_rows(name: str, device: str, grouped_products: list[
                 got = F.grouped_mm(a8, b8, offs=offs)
                 assert got.dtype == torch.bfloat16 and not got[held:].any()
                 assert_near(got, want)
-                assert_near(F.grouped_mm(b8.mT, a8.t(), offs=offs), want.mT)
+                transposed = F.grouped_mm(b8.mT, a8.t(), offs=offs)
+                assert transposed.is_contiguous()  # as of torch
+                assert_near(transposed, want.mT)
                 half = torch._grouped_mm(a8, b8, offs, out_dtype=torch.float32)
                 assert half.dtype == torch.float32
                 assert_near(half, want)
@@ -1340,6 +1342,16 @@ def test_grouped_product_of_columns(name: str, device: str, grouped_products: li
             half = torch._grouped_mm(left, right, offs, out_dtype=torch.float32)
             assert_near(half, grouped_truth(a8, b8, offs))
     assert {how for how, *_ in grouped_products} == {"columns"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_block_of_columns_by_whichever_name(device: str) -> None:
+    """Blocks that are longer than the tokens, and FULL ones."""
+    offs = ends([5, 0, 17], device)
+    for inner_a, inner_b in ((128, FULL), (FULL, 128), (48, 200)):
+        a8 = make((33, 37), (1, inner_a), device)
+        b8 = make((37, 40), (inner_b, 1), device)
+        assert_near(F.grouped_mm(a8, b8, offs=offs), grouped_truth(a8, b8, offs))
 
 
 @pytest.mark.parametrize("device", DEVICES)

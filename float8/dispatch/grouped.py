@@ -96,7 +96,7 @@ def _multiply_columns(
 ) -> Tensor:
     if 0 in (*a_NT.shape, *b_TK.shape):
         return offs.new_zeros((len(offs), a_NT.shape[0], b_TK.shape[1]), dtype=dtype)
-    inner = a_NT.block[1] if a_NT.block[1] < a_NT.shape[1] else FULL
+    inner = a_NT.block[1]  # as b's, or either is one block
     token, held, ends = _columns_of_groups(offs, a_NT.shape[1], inner)
     a = _columns(a_NT.qdata, a_NT.scale, (a_NT.block[0], inner), token, held, len(offs))
     b = _columns(b_TK.qdata.t(), b_TK.scale.t(), (b_TK.block[1], inner), token, held, len(offs))
