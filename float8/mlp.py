@@ -126,9 +126,10 @@ class _SwigluMLP(torch.autograd.Function):
         )
         if needs[4]:
             g_down = multiply_parts(gy_t, h_t, wgrad, ctx.w_dtypes[2])
+        del gy_t  # in eager code memory is free when nothing here names it any more
         if into_hidden:
-            w_down = weight_for_dgrad(weights[2], dgrad)
-            gh_MF = multiply_parts(gy, w_down, dgrad, dtype)
+            gh_MF = multiply_parts(gy, weight_for_dgrad(weights[2], dgrad), dgrad, dtype)
+            del gy
             # Of gate and of up, stacked.
             g, g_scale, g_t, g_t_scale = torch.ops.float8.swiglu_backward_quantize(
                 gh_MF,
@@ -137,16 +138,19 @@ class _SwigluMLP(torch.autograd.Function):
                 *settings(dgrad.a if into_x else None),
                 *settings(wgrad.a if needs[2] or needs[3] else None),
             )
+            del gh_MF
+            for i in range(2 if into_x else 0):
+                w = weight_for_dgrad(weights[i], dgrad)
+                part = multiply_parts((g[i], g_scale[i]), w, dgrad, dtype)
+                g_x = part if g_x is None else g_x.add_(part)
+                del w, part
+            del g
             if needs[2]:
                 g_gate = multiply_parts((g_t[0], g_t_scale[0]), z_t, wgrad, ctx.w_dtypes[0])
             if needs[3]:
                 g_up = multiply_parts((g_t[1], g_t_scale[1]), z_t, wgrad, ctx.w_dtypes[1])
-            if into_x:
-                w_gate, w_up = (weight_for_dgrad(w, dgrad) for w in weights[:2])
-                g_x = multiply_parts((g[0], g_scale[0]), w_gate, dgrad, dtype)
-                g_x = g_x + multiply_parts((g[1], g_scale[1]), w_up, dgrad, dtype)
-                if x_MD is not None:
-                    g_x, g_norm = rms_norm_backward(g_x, x_MD, rstd_M, norm_D)
+            if g_x is not None and x_MD is not None:
+                g_x, g_norm = rms_norm_backward(g_x, x_MD, rstd_M, norm_D)
         return g_x, g_norm, g_gate, g_up, g_down, *[None] * 7
 
 
