@@ -171,9 +171,12 @@ class MoE(nn.Module):
         float8.convert(model)               # experts and shared expert; the router stays as it is
         y, balance, counts = moe(x)         # loss = ... + 0.01 * balance
 
-    No token is dropped, experts have no capacity, and no size waits for the device: one graph
-    serves all routings. A layer keeps no statistics: recomputed under activation checkpointing, it
-    counts nothing twice.
+    No token is dropped, experts have no capacity, and one graph serves all routings. A layer keeps
+    no statistics: recomputed under activation checkpointing, it counts nothing twice.
+
+    On a GPU nothing waits for the sizes of experts, but where these are multiplied one by one: by
+    PyTorch references of FP8 products, and in high precision where ``torch._grouped_mm`` does not
+    take the operands, which are to be bf16, of features that are multiples of 8.
 
     Args:
         dim, hidden: D and F.
