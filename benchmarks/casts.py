@@ -16,7 +16,7 @@ from torch import Tensor
 
 import float8
 from float8.formats import Float8Format
-from float8.kernels.quantize import CastPlan, quantize, quantize_dual
+from float8.kernels.quantize import CastPlan, quantize, quantize_dual, quantize_static
 from float8.scaling import FULL, Block, as_bytes, scale_dtype, scale_shape
 from float8.testing import deterministic
 
@@ -157,6 +157,23 @@ def cast_contenders(name: str, dual: bool, shape: Shape, options: Options) -> di
     )
 
 
+def static_contenders(shape: Shape, options: Options) -> dict[str, Contender]:
+    """One scale for all, given; the kernels still read x first, for values that are not finite."""
+    x, fmt = random_input(shape, options.device), float8.format_for(options.device, "e4m3")
+    block = (FULL, FULL)
+    scale = (x.abs().amax().float() / fmt.max).view(1, 1)
+
+    def eager() -> Outputs:
+        return (x.float() / scale).clamp(-fmt.max, fmt.max).to(fmt.dtype), scale
+
+    return contenders(
+        partial(torch.ops.float8.quantize_static, x, scale, block, fmt.dtype),
+        partial(quantize_static, x, scale, block, fmt.dtype),
+        eager,
+        {},
+    )
+
+
 def scale_bytes(name: str, dual: bool, shape: Shape) -> int:
     block, mode, *_ = SCALINGS[name]
     *lead, m, k = shape
@@ -189,5 +206,14 @@ BENCHES = [
         ("row", MATRICES, (256, 384)),
         ("dual", MATRICES, (256, 384)),
         ("dual-experts", EXPERTS, (2, 128, 256)),
+    )
+] + [
+    Bench(
+        "casts/tensorwise-static-row",
+        static_contenders,
+        MATRICES,
+        (256, 384),
+        baseline="eager",
+        bytes=partial(cast_bytes, "tensorwise", False),
     )
 ]
