@@ -196,31 +196,62 @@ def test_rows_two_gigabytes_apart_are_not_read_elsewhere() -> None:
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 
-@pytest.mark.parametrize("name", ["rowwise", "blockwise", "square"])
+def ends(x: Tensor, dim: int = 0) -> Tensor:
+    """The first 128 and the last 128 along a dimension."""
+    return torch.cat([x.narrow(dim, 0, 128), x.narrow(dim, x.shape[dim] - 128, 128)], dim)
+
+
+def assert_ends(
+    big: tuple[Tensor, Tensor], small: tuple[Tensor, Tensor], dim: int, block: Block
+) -> None:
+    """A cast of a matrix whose other rows or columns are zero, and one of its ends."""
+    assert_same_bytes(ends(big[0], dim), small[0])
+    scale, want = (s.contiguous() for s in (big[1], small[1]))
+    if block[dim] != FULL:  # else zeros change no scale
+        count = want.shape[dim] // 2
+        assert_same_bytes(scale.narrow(dim, 0, count), want.narrow(dim, 0, count))
+        scale, want = (s.narrow(dim, s.shape[dim] - count, count) for s in (scale, want))
+    assert_same_bytes(scale, want)
+
+
+@pytest.mark.parametrize("of_columns", list(GRANULARITIES))
+@pytest.mark.parametrize("of_rows", ["rowwise", "blockwise", "square"])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs("cuda"))])
-def test_the_last_rows_of_more_than_two_to_the_31_elements(name: str, device: str) -> None:
+def test_the_last_rows_of_more_than_two_to_the_31_elements(
+    of_rows: str, of_columns: str, device: str
+) -> None:
     """Reported as pytorch/ao#4016, thu-ml/SageAttention#390 and ROCm/aiter#452."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GB of free GPU memory")
-    block, mode = GRANULARITIES[name]
     x = torch.zeros(2**20 + 128, 2048, dtype=torch.bfloat16, device=device)
     x[:128].normal_()
     x[-128:].normal_()
-    data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(
-        x, block, E4M3FN.dtype, mode, (128, 128), E4M3FN.dtype, mode
-    )
-    blocks = 128 // block[0]  # of 128 rows
-    first, last = slice(0, 128), slice(-128, None)
-    for rows, scales, scales_t in (
-        (first, scale[:blocks], scale_t[:, :1]),
-        (last, scale[-blocks:], scale_t[:, -1:]),
-    ):
-        want, want_scale = ops.quantize(x[rows], block, E4M3FN.dtype, mode)
-        assert_same_bytes(data[rows], want)
-        assert_same_bytes(scales, want_scale)
-        want, want_scale = ops.quantize(x[rows].t(), (128, 128), E4M3FN.dtype, mode)
-        assert_same_bytes(data_t[:, rows], want)
-        assert_same_bytes(scales_t, want_scale)
+    (block, mode), (block_t, mode_t) = GRANULARITIES[of_rows], GRANULARITIES[of_columns]
+    row, col = (block, E4M3FN.dtype, mode), (block_t, E4M3FN.dtype, mode_t)
+    data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(x, *row, *col)
+    small = ends(x).cpu()
+    assert_ends((data, scale), ops.quantize(small, *row), 0, block)
+    assert_ends((data_t, scale_t), ops.quantize(small.t(), *col), 1, block_t)
+    assert not data[128:-128].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs("cuda"))])
+def test_the_last_rows_of_swiglu_of_more_than_two_to_the_32_elements(
+    name: str, device: str
+) -> None:
+    """Of halves of one tensor; against the same kernels on the ends alone."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free GPU memory")
+    both = torch.zeros(2**20 + 128, 4096, dtype=torch.bfloat16, device=device)
+    both[:128].normal_()
+    both[-128:].normal_()
+    block, mode = GRANULARITIES[name]
+    cast = (block, E4M3FN.dtype, mode)
+    data, scale, data_t, scale_t = ops.swiglu_quantize(*both.chunk(2, 1), *cast, *cast)
+    want = ops.swiglu_quantize(*ends(both).chunk(2, 1), *cast, *cast)
+    assert_ends((data, scale), want[:2], 0, block)
+    assert_ends((data_t, scale_t), want[2:], 1, block)
     assert not data[128:-128].view(torch.uint8).any()
 
 
