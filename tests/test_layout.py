@@ -37,9 +37,9 @@ LAYERS = [
 ]
 # The promise to a reader: these together are an afternoon's work. (Products of experts are another
 # one's, here as in float8/grouped.py.)
-DISPATCH = ("table", "copy", "matmul", "shape", "value")
-READ_IN_AN_AFTERNOON = ("formats", "devices", "scaling", "recipe", "tensor", "linear") + tuple(
-    f"dispatch.{name}" for name in DISPATCH
+READ_IN_AN_AFTERNOON = (
+    *("formats", "devices", "scaling", "recipe", "tensor", "linear"),
+    *(f"dispatch.{name}" for name in ("table", "copy", "matmul", "shape", "value")),
 )
 LINE_BUDGET = 1500
 IMPORT_SECONDS = 0.3  # beyond torch's own
