@@ -141,9 +141,21 @@ def test_given_amax() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about Inf and 1 / 0
 @pytest.mark.parametrize("dtype", [torch.float32, E8M0.dtype], ids=str)
 @pytest.mark.parametrize("block", TRITON_BLOCKS, ids=str)
-def test_given_scales(block: tuple[int, int], dtype: torch.dtype) -> None:
+def test_given_scales(
+    block: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In either layout: usable ones, the largest and the smallest among them, and those that make a
     block NaN; values that saturate; blocks that are not finite, or all zero, whose signs stay."""
+    if not GPU:  # nor does the reference take its turn there
+        monkeypatch.setattr(reference, "_refusal", lambda *of: None)
+        monkeypatch.setattr(reference, "_layouts", reference._layouts.__wrapped__)
+    casts: list[CastPlan | None] = []
+
+    def recorded(x: Tensor, cast: CastPlan | None, *others: Any, **scale: Tensor) -> tuple[Tensor, ...]:
+        casts.append(cast)
+        return quantize_layouts(x, cast, *others, **scale)
+
+    monkeypatch.setattr(quantize_triton, "quantize_layouts", recorded)
     rng = random.Random(f"{block} {dtype}")
     torch.manual_seed(rng.randrange(1000))
     for shape in SHAPES if GPU else rng.sample(SHAPES, 3):
@@ -162,8 +174,10 @@ def test_given_scales(block: tuple[int, int], dtype: torch.dtype) -> None:
             scale.view(-1)[rng.randrange(scale.numel())] = value
         scale = torch.stack([scale, scale], -1)[..., 0].to(x.device).view(dtype)
         fmt = rng.choice(FORMATS)
-        cast = CastPlan(block, fmt.dtype, reference.given_mode(scale))
-        got = quantize_layouts(x, cast, None, scale=scale)
+        got = reference._quantize_static_gpu(x, scale, (1, *block), fmt.dtype)
+        mode = "e8m0_given" if dtype == E8M0.dtype else "given"
+        assert casts[0] == (block, fmt.dtype, mode)
+        casts.clear()
         expected = reference.quantize_static(x, scale, (1, *block), fmt.dtype)
         for ours, theirs in zip(got, expected, strict=True):
             assert_same_bytes(ours, theirs)
