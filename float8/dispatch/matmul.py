@@ -26,7 +26,7 @@ def multiply(
     impl: str,
     *,
     out_dtype: torch.dtype | None = None,
-    fast_accum: bool = True,
+    fast_accum: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
     """``a_MK @ b_KN + bias`` of two FP8 matrices, outside autograd: the table's one route to an FP8

@@ -145,8 +145,7 @@ def select(
     _check_impl(impl, table)
     if (reason := table[impl](profile, a, b)) is not None:
         raise ValueError(
-            f"impl={impl!r} cannot multiply these groups: {reason.rstrip('.')}; choose another, or "
-            "None"
+            f"impl={impl!r} cannot multiply these groups: {reason.rstrip('.')}; choose another"
         )
     return impl
 

@@ -120,7 +120,7 @@ def select(device: torch.device, a: Operand, b: Operand, impl: str | None = None
 
 def _cannot(impl: str, reason: str) -> str:
     reason = reason.rstrip(".")
-    return f"impl={impl!r} cannot multiply these operands: {reason}; choose another, or None"
+    return f"impl={impl!r} cannot multiply these operands: {reason}; choose another"
 
 
 @functools.cache
