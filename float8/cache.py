@@ -16,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .devices import assumed_device
 from .kernels.quantize import CastPlan
-from .linear import Cached, Float8Linear, cast_layouts
+from .linear import NOT_CACHED, Cached, Float8Linear, cast_layouts
 from .recipe import Recipe
 from .sites import check_module, float8_weight, is_distributed, title
 from .tensor import Float8TrainingTensor
+from .totals import Totals, check_no_ddp
 from .weight import Copies, Float8Weight
 
 
@@ -33,8 +34,9 @@ class CachedWeight:
         copies: for forward [N, K] and for dgrad [K, N], None where that GEMM is in high precision.
     """
 
-    def __init__(self, weight: Tensor, recipe: Recipe, copies: Cached = (None, None)) -> None:
-        self.weight, self.recipe, (self.w_NK, self.w_KN) = weight, recipe, copies
+    def __init__(self, weight: Tensor, recipe: Recipe, copies: Cached = NOT_CACHED) -> None:
+        self.weight, self.recipe = weight, recipe
+        self.w_NK, self.w_KN, self.total = copies
         self.original = weight.original if isinstance(weight, Float8Weight) else weight
         self.storage = self.original.untyped_storage()  # held, so that no other gets its address
         self.made_of = self._made_of()
@@ -43,13 +45,13 @@ class CachedWeight:
 
     @staticmethod
     @torch.no_grad()
-    def of(weight: Tensor, recipe: Recipe) -> CachedWeight:
+    def of(weight: Tensor, recipe: Recipe, total: Tensor | None = None) -> CachedWeight:
         """With copies of a layer's weight."""
         forward, dgrad, _ = recipe.plan(weight.device)
         w, w_t = cast_layouts(weight, forward and forward.b, dgrad and dgrad.b)
         w_NK = None if forward is None else Float8TrainingTensor(*w, forward.b.block, weight.dtype)
         w_KN = None if dgrad is None else Float8TrainingTensor(*w_t, dgrad.b.block, weight.dtype)
-        return CachedWeight(weight, recipe, (w_NK, w_KN))
+        return CachedWeight(weight, recipe, (w_NK, w_KN, total))
 
     def has_changed(self) -> bool:
         """Whether the weight is, or was once, not what the copies are of. What is written through
@@ -67,6 +69,8 @@ class CachedWeight:
 
     def check(self, weight: Tensor, recipe: Recipe) -> None:
         """Raise RuntimeError unless the copies are of this weight as it is now, by this recipe."""
+        if self.total is not None:
+            check_no_ddp()
         # Compiled code is guarded on all of this but has_changed.
         changed = self.stale or (not torch.compiler.is_compiling() and self.has_changed())
         other = weight is not self.weight and not isinstance(weight, Float8Weight)  # or a view
@@ -99,11 +103,12 @@ def _copies(weight: Float8Weight) -> tuple[Float8TrainingTensor | None, ...]:
     return tuple(copies)
 
 
-def _watch_steps(made: Mapping[Any, CachedWeight]) -> RemovableHandle:
+def _watch_steps(made: Mapping[Any, CachedWeight], totals: Totals) -> RemovableHandle:
     """Let optimisers' steps be seen at once, by compiled code too; fused ones move no version."""
 
     def mark(optimizer: Any, args: Any, kwargs: Any) -> None:
-        params = (p for group in optimizer.param_groups for p in group["params"])
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        totals.check_step({id(p) for p in params})
         stepped = {id(p) for p in params if p.grad is not None}
         for cached in made.values():
             cached.stale = cached.stale or id(cached.weight) in stepped
@@ -112,7 +117,7 @@ def _watch_steps(made: Mapping[Any, CachedWeight]) -> RemovableHandle:
 
 
 @contextlib.contextmanager
-def cached_weights(model: nn.Module) -> Iterator[None]:
+def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -> Iterator[None]:
     """Within the block, Float8Linears and Float8Weights multiply FP8 copies of their weights that
     are made here, once, in both layouts (2 bytes per weight): for the micro-batches of one
     optimiser step, in eager and in compiled code. Copies and pickles of the model come without
@@ -135,28 +140,43 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     torch.compile takes the copies as inputs of its graphs: code is compiled once for use inside of
     blocks and once for use outside, whatever the weights hold.
 
+    With ``accumulate``, a dtype such as torch.float32, the products that make gradients of these
+    weights add them up in that dtype: no micro-batch costs a pass over them, or rounds their sum to
+    the weights' dtype. ``.grad`` is as it was until the end of the block puts the sums there, or
+    adds them to what it holds; an exception leaves it so. Gradients that come by other ways (of
+    views without copies, of other parameters) go to ``.grad`` as ever. Every backward in the block
+    is to be a whole one, and in compiled code to come before the next forward.
+
     Raises:
         ValueError: there is nothing in FP8, a weight is cached already (blocks do not nest), or
-            sharded.
+            sharded; or ``accumulate`` is no such dtype, a weight has hooks on its gradient, or the
+            model is in a DistributedDataParallel, which would see no gradient. Of one around the
+            model the first forward that it runs tells.
+        RuntimeError: with ``accumulate``, an optimiser steps in the block; a backward did not ask
+            for a weight's gradient, which the end of the block tells where it can (products of
+            Inductor with single matrices of a stack leave no trace); or runs after the block.
         NotImplementedError: the block is entered in code that torch.compile traces.
     """
-    layers, weights = _find(model)
+    totals = Totals(accumulate)
+    layers, weights = _find(model, totals)
     records = [w.record for w in weights]
     made: dict[tuple[int, Recipe], CachedWeight] = {}  # a tied weight is cast once
-    watching = _watch_steps(made)
+    watching = _watch_steps(made, totals)
     try:
         for layer in layers:
             key = id(layer.weight), layer.recipe
             if key not in made:
-                made[key] = CachedWeight.of(layer.weight, layer.recipe)
+                made[key] = CachedWeight.of(layer.weight, layer.recipe, totals.begin(layer.weight))
             layer.cached = made[key]
         for w in weights:
-            cached = made[id(w), w.recipe] = CachedWeight(w, w.recipe)
-            w.copies, w.record.cached = Copies(cached, _copies(w)), cached
+            total = totals.begin(w)
+            cached = made[id(w), w.recipe] = CachedWeight(w, w.recipe, (None, None, total))
+            w.copies, w.record.cached = Copies(cached, _copies(w), total), cached
         yield
         if not any(cached.stale for cached in made.values()):  # else it has been said
             if (changed := next((c for c in made.values() if c.has_changed()), None)) is not None:
                 _raise_changed(changed.weight)
+        totals.check_end()
     finally:
         watching.remove()
         for holder in (*layers, *records):
@@ -165,9 +185,11 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
             w.__dict__.pop("copies", None)
         for cached in made.values():
             vars(cached).clear()  # compiled code keeps it, and would keep the weight
+        totals.close()
+    totals.give()
 
 
-def _find(model: nn.Module) -> tuple[list[Float8Linear], list[Float8Weight]]:
+def _find(model: nn.Module, totals: Totals) -> tuple[list[Float8Linear], list[Float8Weight]]:
     """What is to have copies; raises unless all of it can."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
@@ -175,6 +197,7 @@ def _find(model: nn.Module) -> tuple[list[Float8Linear], list[Float8Weight]]:
             "and call compiled code inside of the block"
         )
     check_module(model, "cached_weights")
+    totals.check_model(model)
     layers = [(n, m, m.weight) for n, m in model.named_modules() if isinstance(m, Float8Linear)]
     found = ((n, p, float8_weight(p)) for n, p in model.named_parameters())
     weights = [(n, w, p) for n, p, w in found if w is not None and w.ndim in (2, 3)]
@@ -194,4 +217,5 @@ def _find(model: nn.Module) -> tuple[list[Float8Linear], list[Float8Weight]]:
                 f"{title(name)} has a sharded weight ({type(weight).__name__}), of which there is "
                 "no whole to cast; train without cached_weights"
             )
+        totals.check_weight(title(name), weight)
     return [layer for _, layer, _ in layers], [w for _, w, _ in weights]

@@ -34,7 +34,7 @@ from .grouped import (
 from .kernels import fused_grouped as _fused_grouped  # noqa: F401 (registers)
 from .kernels.fused import swiglu_backward
 from .kernels.quantize import CastPlan
-from .linear import Cached, Parts, kept_whole, refuse_second_derivative
+from .linear import NOT_CACHED, Cached, Parts, kept_whole, refuse_second_derivative
 from .mlp import settings, silu_times
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
@@ -98,6 +98,7 @@ class _SwigluExperts(torch.autograd.Function):
         )
         ctx.rules, ctx.dtype = rules, dtype
         ctx.w_dtypes = down_EFD.dtype, *(w.dtype for w in into)
+        ctx.totals = [total for _, _, total in cached]
         return y_TD
 
     @staticmethod
@@ -117,7 +118,7 @@ class _SwigluExperts(torch.autograd.Function):
             gy_TD, offs, dgrad.a if into_hidden else None, wgrad.a if needs_down else None
         )
         if needs_down:
-            g_down = multiply_columns(gy_t, h_t, wgrad, ctx.w_dtypes[0]).mT
+            g_down = multiply_columns(gy_t, h_t, wgrad, ctx.w_dtypes[0], ctx.totals[0])
         del gy_t  # in eager code memory is free when nothing here names it any more
         if into_hidden:
             gh_TF = multiply_rows(gy, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
@@ -136,7 +137,8 @@ class _SwigluExperts(torch.autograd.Function):
             del g_rows
             for i, g_t in enumerate(g_columns):
                 if needs_into[i]:
-                    g_into[i] = multiply_columns(g_t, x_t, wgrad, ctx.w_dtypes[1 + i]).mT
+                    dtype, total = ctx.w_dtypes[1 + i], ctx.totals[1 + i]
+                    g_into[i] = multiply_columns(g_t, x_t, wgrad, dtype, total)
         return g_x, None, g_down, None, None, *g_into
 
 
@@ -220,7 +222,7 @@ def swiglu_experts(
     given = [w_down, w_gate] if w_up is None else [w_down, w_gate, w_up]
     weights = [plain(w) for w in given]
     plans = grouped_plans(recipe, x.device)
-    return run_swiglu_experts(x, weights, offs, recipe, plans, [_NOTHING] * len(weights))
+    return run_swiglu_experts(x, weights, offs, recipe, plans, [NOT_CACHED] * len(weights))
 
 
 def run_swiglu_experts(

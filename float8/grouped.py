@@ -22,6 +22,7 @@ from .kernels.grouped import IMPLEMENTATIONS, WGRAD_IMPLEMENTATIONS, select, zer
 from .kernels.matmul import Operand
 from .kernels.quantize import CastPlan
 from .linear import (
+    NOT_CACHED,
     Cached,
     Parts,
     cast_layouts,
@@ -33,6 +34,7 @@ from .linear import (
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .scaling import Block, scale_dtype
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
+from .totals import give
 
 Columns = tuple[Any, Any, Any]  # (data_t, scale_t, offs_t) of quantize_grouped; or Nones
 
@@ -92,12 +94,23 @@ def multiply_rows(a: Parts, b: Parts, offs: Tensor, plan: Plan, dtype: torch.dty
     return out
 
 
-def multiply_columns(a: Columns, b: Columns, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """Each group's columns of a times the same columns of b, transposed."""
-    out: Tensor = torch.ops.float8.grouped_wgrad(
-        a[0], b[0], a[1], b[1], a[2], plan.a.block, plan.b.block, dtype, plan.fast_accum, plan.impl
-    )
-    return out
+def multiply_columns(
+    a: Columns, b: Columns, plan: Plan, dtype: torch.dtype, total_GNK: Tensor | None
+) -> Tensor | None:
+    """Each group's columns of a times the same columns of b, transposed, as the gradient [G, K, N]
+    of weights; None where it has been added to ``total_GNK`` instead."""
+    args = a[0], b[0], a[1], b[1], a[2], plan.a.block, plan.b.block
+    last = plan.fast_accum, plan.impl
+    if total_GNK is None or not total_GNK.is_contiguous():
+        dtype = dtype if total_GNK is None else torch.float32
+        return give_turned(torch.ops.float8.grouped_wgrad(*args, dtype, *last), total_GNK)
+    torch.ops.float8.grouped_wgrad_add_(total_GNK, *args, *last)
+    return None
+
+
+def give_turned(gw_GNK: Tensor, total_GNK: Tensor | None) -> Tensor | None:
+    """``give`` of the gradient of weights [G, K, N]."""
+    return give(gw_GNK.mT, None if total_GNK is None else total_GNK.mT)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -129,7 +142,7 @@ class _GroupedMM(torch.autograd.Function):
         if needs_gw and wgrad is None:
             x_t = x_TK
         ctx.save_for_backward(x_t, x_t_scale, *(w_t if needs_gx else (None, None)), offs)
-        ctx.plans, ctx.dtype, ctx.w_dtype = plans, dtype, w_GKN.dtype
+        ctx.plans, ctx.dtype, ctx.w_dtype, ctx.total = plans, dtype, w_GKN.dtype, cached[2]
         return y_TN
 
     @staticmethod
@@ -152,10 +165,11 @@ class _GroupedMM(torch.autograd.Function):
         if needs_gw:
             if wgrad is None:
                 gw_GNK = torch.ops.float8.grouped_mm_hp(g_TN.t(), x_t, offs).to(ctx.w_dtype)
+                gw_GKN = give_turned(gw_GNK, ctx.total)
             else:
-                gw_GNK = multiply_columns(g_t, (x_t, x_t_scale, None), wgrad, ctx.w_dtype)
-            gw_GKN = gw_GNK.mT
-        return gx_TK, gw_GKN, *[None] * 5
+                x_t = x_t, x_t_scale, None
+                gw_GKN = multiply_columns(g_t, x_t, wgrad, ctx.w_dtype, ctx.total)
+        return gx_TK, gw_GKN, *[None] * 6
 
 
 _keep_whole = kept_whole(_GroupedMM)
@@ -253,7 +267,7 @@ def run_grouped_mm(
     offs: Tensor,
     recipe: Recipe,
     plans: Plans,
-    cached: Cached = (None, None),
+    cached: Cached = NOT_CACHED,
 ) -> Tensor:
     """``grouped_mm`` by these plans, with FP8 copies of w where there are some."""
     refuse_functorch("float8.grouped_mm")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .kernels.quantize import CastPlan, can_measure
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
+from .totals import give, multiply_gradient
 
 Parts = tuple[Any, Any]  # (data, scale); (x, None) in high precision; (None, None) if nobody asked
 
@@ -50,7 +51,9 @@ def multiply_parts(
     return out
 
 
-Cached = tuple[Float8TrainingTensor | None, Float8TrainingTensor | None]  # of w and its transpose
+# Copies of w and of its transpose, and what w's gradients are added to.
+Cached = tuple[Float8TrainingTensor | None, Float8TrainingTensor | None, Tensor | None]
+NOT_CACHED: Cached = (None, None, None)
 
 
 def weight_layouts(
@@ -59,7 +62,7 @@ def weight_layouts(
     """FP8 parts of a weight for forward, and what backward is to have for dgrad, if there is a
     cast_t: parts of its transpose where they are to be saved or cached already, else the weight and
     None, or the amax that its second cast would have to find."""
-    w, w_t = cached
+    w, w_t, _ = cached
     if cast and cast_t and not save and w is w_t is None and can_measure(weight, cast, cast_t):
         data, scale, amax = torch.ops.float8.quantize_and_measure(
             weight, cast.block, cast.dtype, cast.scale_mode, cast_t.block
@@ -91,12 +94,11 @@ class _Linear(torch.autograd.Function):
         bias_N: Tensor | None,
         plans: Plans,
         save_weight: bool,
-        cached_NK: Float8TrainingTensor | None,
-        cached_KN: Float8TrainingTensor | None,
+        *cached: Any,
     ) -> Tensor:
         dtype = x_MK.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
-        (forward, dgrad, wgrad), cached = plans, (cached_NK, cached_KN)
+        forward, dgrad, wgrad = plans
         keep_x = wgrad.b if needs_gw and wgrad is not None else None
         x, x_t = cast_layouts(x_MK, None if forward is None else forward.a, keep_x)
         later = dgrad.b if needs_gx and dgrad is not None else None
@@ -110,6 +112,7 @@ class _Linear(torch.autograd.Function):
             x_t = x_MK, None
         ctx.save_for_backward(*x_t, *(w_t if needs_gx else (None, None)))
         ctx.plans, ctx.dtypes = plans, (dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype)
+        ctx.total = cached[2]
         return y_MN
 
     @staticmethod
@@ -129,11 +132,11 @@ class _Linear(torch.autograd.Function):
                 gx_MK = multiply_parts(g, weight_for_dgrad((w, w_scale), dgrad), dgrad, dtype)
         if needs_gw:
             if wgrad is None:
-                gw_NK = torch.mm(g_MN.t(), x).to(w_dtype)
+                gw_NK = give(torch.mm(g_MN.t(), x).to(w_dtype), ctx.total)
             else:
-                gw_NK = multiply_parts(g_t, (x, x_scale), wgrad, w_dtype)
+                gw_NK = multiply_gradient(g_t, (x, x_scale), wgrad, w_dtype, ctx.total)
         gb_N = g_MN.sum(0, dtype=torch.promote_types(dtype, bias_dtype)) if needs_gb else None
-        return gx_MK, gw_NK, gb_N, None, None, None, None
+        return gx_MK, gw_NK, gb_N, *[None] * 5
 
 
 def kept_whole(function: type[torch.autograd.Function]) -> Callable[[], None]:
@@ -252,7 +255,7 @@ def run_linear(
     bias: Tensor | None,
     recipe: Recipe,
     plans: Plans,
-    cached: Cached = (None, None),
+    cached: Cached = NOT_CACHED,
 ) -> Tensor:
     """``linear`` by these plans, with FP8 copies of the weight where there are some."""
     refuse_functorch("float8.linear", "float8.revert(model) first")
@@ -310,9 +313,9 @@ class Float8Linear(nn.Linear):
         else:
             self.last_run = run
         if self.cached is None:
-            return None, None
+            return NOT_CACHED
         self.cached.check(self.weight, self.recipe)
-        return self.cached.w_NK, self.cached.w_KN
+        return self.cached.w_NK, self.cached.w_KN, self.cached.total
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: they outlive the block of float8.cached_weights, which knows

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .kernels.fused import swiglu, swiglu_backward
 from .kernels.quantize import CastPlan
 from .linear import (
+    NOT_CACHED,
     Float8Linear,
     cast_layouts,
     fold,
@@ -35,6 +36,7 @@ from .linear import (
 )
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
+from .totals import multiply_gradient
 
 _Settings = tuple[Any, Any, Any]
 
@@ -68,7 +70,7 @@ class _SwigluMLP(torch.autograd.Function):
         up_FD: Tensor,
         down_DF: Tensor,
         rules: Rules,
-        *cached: Any,  # FP8 copies of each weight and of its transpose, or Nones
+        *cached: Any,  # what is Cached of each weight
     ) -> Tensor:
         dtype, (forward, dgrad, wgrad, save_weights, eps) = x_MD.dtype, rules
         needs = ctx.needs_input_grad
@@ -86,9 +88,9 @@ class _SwigluMLP(torch.autograd.Function):
         (w_gate, gate_t), (w_up, up_t), (w_down, down_t) = (
             weight_layouts(w, forward.b, dgrad.b if into else None, save_weights, copies)
             for w, into, copies in (
-                (gate_FD, into_x, cached[:2]),
-                (up_FD, into_x, cached[2:4]),
-                (down_DF, into_hidden, cached[4:]),
+                (gate_FD, into_x, cached[:3]),
+                (up_FD, into_x, cached[3:6]),
+                (down_DF, into_hidden, cached[6:]),
             )
         )
         gate_MF = multiply_parts(z, w_gate, forward, dtype)
@@ -108,7 +110,8 @@ class _SwigluMLP(torch.autograd.Function):
             *(down_t if into_hidden else nothing),
         )
         ctx.rules, ctx.dtype = rules, dtype
-        ctx.w_dtypes = gate_FD.dtype, up_FD.dtype, down_DF.dtype
+        # Of each weight's gradient, the dtype and what it is added to.
+        ctx.into = [*zip((w.dtype for w in (gate_FD, up_FD, down_DF)), cached[2::3], strict=True)]
         return y_MD
 
     @staticmethod
@@ -125,7 +128,7 @@ class _SwigluMLP(torch.autograd.Function):
             gy_MD, dgrad.a if into_hidden else None, wgrad.a if needs[4] else None
         )
         if needs[4]:
-            g_down = multiply_parts(gy_t, h_t, wgrad, ctx.w_dtypes[2])
+            g_down = multiply_gradient(gy_t, h_t, wgrad, *ctx.into[2])
         del gy_t  # in eager code memory is free when nothing here names it any more
         if into_hidden:
             gh_MF = multiply_parts(gy, weight_for_dgrad(weights[2], dgrad), dgrad, dtype)
@@ -146,12 +149,12 @@ class _SwigluMLP(torch.autograd.Function):
                 del w, part
             del g
             if needs[2]:
-                g_gate = multiply_parts((g_t[0], g_t_scale[0]), z_t, wgrad, ctx.w_dtypes[0])
+                g_gate = multiply_gradient((g_t[0], g_t_scale[0]), z_t, wgrad, *ctx.into[0])
             if needs[3]:
-                g_up = multiply_parts((g_t[1], g_t_scale[1]), z_t, wgrad, ctx.w_dtypes[1])
+                g_up = multiply_gradient((g_t[1], g_t_scale[1]), z_t, wgrad, *ctx.into[1])
             if g_x is not None and x_MD is not None:
                 g_x, g_norm = rms_norm_backward(g_x, x_MD, rstd_M, norm_D)
-        return g_x, g_norm, g_gate, g_up, g_down, *[None] * 7
+        return g_x, g_norm, g_gate, g_up, g_down, *[None] * 10
 
 
 _keep_whole = kept_whole(_SwigluMLP)
@@ -221,9 +224,9 @@ def run_swiglu_mlp(
     plans: Plans,
     norm_weight: Tensor | None,
     eps: float | None,
-    cached: Sequence[Any] = (None,) * 6,
+    cached: Sequence[Any] = NOT_CACHED * 3,
 ) -> Tensor:
-    """``swiglu_mlp`` by these plans. ``cached``: each weight's FP8 copies for forward and dgrad."""
+    """``swiglu_mlp`` by these plans. ``cached``: what is Cached of each."""
     refuse_functorch("float8.swiglu_mlp", "float8.revert(model) first")
     if norm_weight is not None and eps is None:
         eps = torch.finfo(torch.float32).eps

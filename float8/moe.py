@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .experts import run_swiglu_experts
 from .grouped import grouped_mm, grouped_operand, grouped_plans, plain
-from .linear import Cached, fold, unfold
+from .linear import NOT_CACHED, Cached, fold, unfold
 from .mlp import silu_times
 from .permute import permute, route, unpermute
 from .recipe import Recipe
@@ -130,7 +130,7 @@ class Experts(nn.Module):
         for w in weights:
             if isinstance(w, Float8Weight):
                 note(w, plans)
-            copies.append(cached_copies(w) if isinstance(w, Float8Weight) else (None, None))
+            copies.append(cached_copies(w) if isinstance(w, Float8Weight) else NOT_CACHED)
         stacks = [plain(w).mT for w in weights]
         return run_swiglu_experts(x_RD, stacks, offs, recipes[0], plans, copies)
 

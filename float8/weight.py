@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_a
 
 from .devices import assumed_device
 from .grouped import grouped_plans, run_grouped_mm
-from .linear import Cached, run_linear
+from .linear import NOT_CACHED, Cached, run_linear
 from .recipe import ROWWISE, Cast, Gemm, Plans, Recipe, check_recipe
 from .tensor import Float8TrainingTensor, refuse_functorch
 
@@ -49,10 +49,14 @@ class _Record:
 class Copies:
     """What float8.cached_weights makes of a Float8Weight, or its views have of that: FP8 copies
     (parts; Nones for a GEMM in high precision) of the weight and of its transpose, as forward casts
-    weights, and, if dgrad casts them otherwise, the same as dgrad does."""
+    weights, and, if dgrad casts them otherwise, the same as dgrad does; and what the weight's
+    gradients are added to, if they are, with the matrix of it that a view has."""
 
     made: Any  # from what, which tells whether it has changed
     parts: tuple[Float8TrainingTensor | None, ...]
+    total: Tensor | None = None
+    turned: bool = False
+    matrix: int | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
         return None  # copies of the weight outlive the block
@@ -86,6 +90,7 @@ class Float8Weight(torch.Tensor):
     copies: Copies | None = None
     # To torch.compile these are parts of the weight, and so inputs of graphs.
     copy0, copy1, copy2, copy3 = map(_part, range(4))
+    total = property(lambda w: w.copies.total)
 
     @staticmethod
     def __new__(cls, original: Tensor, recipe: Recipe = ROWWISE) -> Float8Weight:
@@ -136,6 +141,8 @@ class Float8Weight(torch.Tensor):
         parts = () if copies is None or copies.made.has_changed() else copies.parts
         names = [f"copy{i}" for i, part in enumerate(parts) if part is not None]
         count = None if copies is None else len(parts)
+        if copies is not None and parts and copies.total is not None:
+            names.append("total")
         return ["original", *names], (type(self), self.recipe, self.record, count, assumed_device())
 
     @staticmethod
@@ -144,16 +151,17 @@ class Float8Weight(torch.Tensor):
     ) -> Float8Weight:
         cls, recipe, record, count, _ = meta
         parts: Any = tuple(inner.get(f"copy{i}") for i in range(count or 0))
-        copies = None if count is None else Copies(record.cached, parts)
+        copies = None if count is None else Copies(record.cached, parts, inner.get("total"))
         return _build(cls, inner["original"], recipe, record, copies)
 
     def _stable_hash_for_caching(self) -> str:
         """All that compiled code depends on, for torch's cache of it on disk."""
         t, plans = self.original, self.recipe.plan(self.device)
         layout = (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, self.requires_grad)
-        copies = [getattr(self, name) for name in self.__tensor_flatten__()[0][1:]]
-        copied = [copy._stable_hash_for_caching() for copy in copies]
-        return repr((type(self).__name__, self.recipe, plans, layout, copied))
+        names = self.__tensor_flatten__()[0][1:]
+        copied = [getattr(self, n)._stable_hash_for_caching() for n in names if n != "total"]
+        total = self.total.dtype if "total" in names else None
+        return repr((type(self).__name__, self.recipe, plans, layout, copied, total))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_parameter = isinstance(self, nn.Parameter)
@@ -189,6 +197,12 @@ class Float8Weight(torch.Tensor):
         cls, func: torch._ops.OpOverload[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, kind = kwargs or {}, _kind(func)
+        if func is aten.copy_.default and all(isinstance(t, Float8Weight) for t in args[:2]):
+            w, changed = args[:2]
+            if w.original is changed.original and w.copies is not None and w.total is not None:
+                # torch.compile's way to say that backward has added to a total, and to that alone.
+                w.total.copy_(changed.total)
+                return w
         if kind == "composite":  # under inference_mode these arrive whole
             return func.decompose(*args, **kwargs)
         weights: list[Float8Weight] = []
@@ -333,7 +347,7 @@ def _like(w: Float8Weight, inner: Tensor, copies: Copies | None = None) -> Float
 def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
     """Of w's copies those of a view t of its original: of the whole or of one matrix, as it is or
     transposed; of others none."""
-    whole, parts = w.original, w.copies.parts
+    whole, parts, turned = w.original, w.copies.parts, w.copies.turned
     lead = whole.ndim - t.ndim
     shape, stride = list(whole.shape[lead:]), list(whole.stride()[lead:])
     if lead not in (0, 1) or t.ndim < 2:
@@ -343,11 +357,13 @@ def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
         if (list(t.shape), list(t.stride())) != (shape, stride):
             return None
         parts = tuple(parts[i ^ 1] for i in range(len(parts)))
+        turned = not turned
     # A matrix of a stack whose matrices are one (stride 0) starts where the stack does.
     e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), int(whole.stride(0)) or 1)
     if rest or not 0 <= e < (len(whole) if lead else 1):
         return None
-    return Copies(w.copies.made, tuple(_matrix(part, e) for part in parts) if lead else parts)
+    parts, e = (tuple(_matrix(part, e) for part in parts), e) if lead else (parts, w.copies.matrix)
+    return Copies(w.copies.made, parts, w.copies.total, turned, e)
 
 
 def _matrix(stack: Float8TrainingTensor | None, e: int) -> Float8TrainingTensor | None:
@@ -391,9 +407,10 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Its presence lets functorch pass, so that what float8.linear says of it is heard."""
+        ctx.set_materialize_grads(False)  # there is none where it has been added to a total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         return grad
 
 
@@ -425,7 +442,7 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return run_linear(x, plain, bias, recipe, plans, cached_copies(w))
     if x.shape[0] == 0:
         return torch.bmm(x, plain.mT)  # nothing to multiply
-    each = map(cached_copies, w.unbind()) if has_copies(w) else [(None, None)] * len(w)
+    each = map(cached_copies, w.unbind()) if has_copies(w) else [NOT_CACHED] * len(w)
     matrices = zip(x.unbind(), plain.unbind(), each, strict=True)
     return torch.stack([run_linear(x, w, None, recipe, plans, copies) for x, w, copies in matrices])
 
@@ -434,9 +451,13 @@ def cached_copies(w_NK: Any) -> Cached:
     """FP8 copies for forward and dgrad, if float8.cached_weights has made some of this view, a
     stack or a matrix of one."""
     if not has_copies(w_NK):
-        return None, None
+        return NOT_CACHED
     w_NK.copies.made.check(w_NK, w_NK.recipe)
-    return w_NK.copies.parts[0], w_NK.copies.parts[-1]
+    copies, total = w_NK.copies, w_NK.copies.total
+    if total is not None:  # views that autograd knows, so that it sees what is added
+        total = total if copies.matrix is None else total[copies.matrix]
+        total = total.mT if copies.turned else total
+    return copies.parts[0], copies.parts[-1], total
 
 
 def has_copies(w: Any) -> bool:

@@ -28,7 +28,7 @@ LAYERS = [
     ["tensor", "ops"],
     ["dispatch.*"],
     ["recipe"],
-    ["linear", "grouped", "mlp", "experts", "permute", "weight", "moe"],
+    ["totals", "linear", "grouped", "mlp", "experts", "permute", "weight", "moe"],
     ["sites"],
     ["cache", "convert", "monitor"],
     ["parallel.*"],

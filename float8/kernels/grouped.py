@@ -460,9 +460,9 @@ def grouped_wgrad_add_(
 
 def _added(out: Tensor, *arguments: Any) -> GroupedProduct:
     """What is to be added to ``out``; ValueError unless that can be."""
-    *operands, block_a, block_b, fast_accum, impl = arguments
+    a, b, scale_a, scale_b, offs_t, block_a, block_b, fast_accum, impl = arguments
     blocks = tuple(block_a), tuple(block_b)
-    x = GroupedProduct(*operands, *blocks, out.dtype, fast_accum, impl)
+    x = GroupedProduct(a, b, scale_a, scale_b, offs_t, *blocks, out.dtype, fast_accum, impl)
     _check_columns(x)
     check_devices(out, x.a)
     if tuple(out.shape) != _shape_columns(x) or not out.is_contiguous():

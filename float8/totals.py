@@ -1,0 +1,147 @@
+"""Sums of weights' gradients over micro-batches, to which backward adds its products instead of
+giving them to autograd: ``float8.cached_weights(model, accumulate=...)``.
+
+Letters: N out features, K in features; M tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from .kernels.quantize import HIGH_PRECISION, names
+from .recipe import Plan
+
+_DDP = nn.parallel.DistributedDataParallel
+
+
+def give(g_w: Tensor, total: Tensor | None) -> Tensor | None:
+    """A weight's gradient, as backward returns it: None where it is added to ``total`` instead."""
+    if total is None:
+        return g_w
+    total += g_w
+    return None
+
+
+def multiply_gradient(
+    g_t: tuple[Any, Any],
+    x_t: tuple[Any, Any],
+    plan: Plan,
+    dtype: torch.dtype,
+    total_NK: Tensor | None,
+) -> Tensor | None:
+    """``give`` of g_t [N, M] times x_t [K, M] transposed, FP8 parts: one launch where the total
+    lies as a product does."""
+    (a, scale_a), (b, scale_b), last = g_t, x_t, (plan.fast_accum, plan.impl)
+    args = a, b.t(), scale_a, scale_b.t(), plan.a.block, plan.b.block[::-1]
+    if total_NK is None or not total_NK.is_contiguous():
+        dtype = dtype if total_NK is None else torch.float32
+        return give(torch.ops.float8.scaled_mm(*args, dtype, *last), total_NK)
+    torch.ops.float8.scaled_mm_add_(total_NK, *args, *last)
+    return None
+
+
+class _Total:
+    """``sum`` of a weight's gradients. Autograd passes the weight in each backward that is to give
+    it one, after all that adds to the sum, although there is nothing for it to take."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight, self.passed, self.closed, self.version = weight, False, False, 0
+        self.sum = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        self.node: Any = get_gradient_edge(weight).node  # held, as autograd would make another
+        self.node.register_prehook(self.see)
+
+    def see(self, gradients: Any) -> None:
+        if self.closed and self.version != self.sum._version:
+            raise RuntimeError(
+                "a backward after the block of float8.cached_weights(accumulate=...) in which its "
+                "forward ran adds to sums that are in .grad already; run it inside of the block"
+            )
+        self.passed, self.version = True, self.sum._version
+
+    def close(self) -> None:
+        """Graphs may still wait, and hold the node. Compiled ones then see another version."""
+        torch.autograd.graph.increment_version(self.sum)
+        self.closed, self.version, self.node = True, self.sum._version, None
+
+    def give(self) -> None:
+        weight = self.weight
+        if self.passed and weight.grad is None:
+            weight.grad = self.sum.to(weight.dtype).data  # which counts its own versions
+        elif self.passed and weight.grad is not None:
+            weight.grad += self.sum
+
+
+class Totals:
+    """The sums of a block of ``float8.cached_weights``; without a dtype there are none."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        if dtype not in (None, *HIGH_PRECISION):
+            raise ValueError(
+                f"accumulate={dtype} must be one of {names(HIGH_PRECISION)}, or None to leave "
+                "gradients to autograd"
+            )
+        self.dtype, self.of = dtype, dict[int, _Total]()
+
+    def begin(self, weight: Tensor) -> Tensor | None:
+        """What gradients of the weight are to be added to."""
+        if self.dtype is None or not weight.requires_grad:
+            return None
+        if id(weight) not in self.of:
+            self.of[id(weight)] = _Total(weight, self.dtype)
+        return self.of[id(weight)].sum
+
+    def check_model(self, model: nn.Module) -> None:
+        if self.dtype is not None and any(isinstance(m, _DDP) for m in model.modules()):
+            _refuse_ddp()
+
+    def check_weight(self, title: str, weight: Any) -> None:
+        hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+        if self.dtype is not None and hooks:
+            raise ValueError(
+                f"{title} has a weight with hooks on its gradient, which accumulate= keeps from "
+                "autograd until the end of the block; leave accumulate out"
+            )
+
+    def check_step(self, parameters: set[int]) -> None:
+        if not parameters.isdisjoint(self.of):
+            raise RuntimeError(
+                "an optimiser stepped inside of float8.cached_weights(accumulate=...), whose end "
+                "is what puts gradients into .grad; leave the block before the step"
+            )
+
+    def check_end(self) -> None:
+        for total in self.of.values():
+            if total.version != total.sum._version:
+                raise RuntimeError(
+                    "a backward inside of float8.cached_weights(accumulate=...) went past a weight "
+                    f"(shape {tuple(total.weight.shape)}) whose gradient was not asked for, as "
+                    "torch.autograd.grad and backward(inputs=...) do, and was added up with the "
+                    "others; leave accumulate out"
+                )
+
+    def close(self) -> None:
+        for total in self.of.values():
+            total.close()
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Put the sums into ``.grad``, one by one, so that each is free before the next."""
+        while self.of:
+            self.of.popitem()[1].give()
+
+
+def check_no_ddp() -> None:
+    """In a forward that adds to a sum."""
+    if _DDP._active_ddp_module is not None:
+        _refuse_ddp()
+
+
+def _refuse_ddp() -> None:
+    raise ValueError(
+        "DistributedDataParallel averages gradients as autograd gets them, which accumulate= keeps "
+        "from it; leave accumulate out"
+    )
