@@ -21,8 +21,8 @@ import float8
 
 from . import peers
 from .grouped import group_ends
-from .layers import make_step, near, training_step, variants
-from .registry import Bench, Call, Contender, Options, Shape, compiled, named_shapes
+from .layers import make_step, near, taken, variants
+from .registry import Bench, Call, Contender, Options, Outputs, Shape, compiled, named_shapes
 
 Convert = Callable[[nn.Module], nn.Module]
 Product = Callable[..., Tensor]
@@ -107,7 +107,13 @@ def build(shape: Shape, device: torch.device) -> tuple[nn.Module, Tensor, Tensor
     return model.to(torch.bfloat16), x, g
 
 
-def micro_batches(base: nn.Module, x: Tensor, g: Tensor, convert: Convert) -> Call:
+def micro_batches(
+    base: nn.Module,
+    x: Tensor,
+    g: Tensor,
+    convert: Convert,
+    accumulate: torch.dtype | None = None,
+) -> Call:
     """Four micro-batches between two steps of an optimiser, compiled: weights are cast once."""
     model = convert(copy.deepcopy(base))
     ours = any(isinstance(w, float8.Float8Weight) for w in model.parameters())
@@ -117,13 +123,15 @@ def micro_batches(base: nn.Module, x: Tensor, g: Tensor, convert: Convert) -> Ca
         y: Tensor = model(x)
         return y
 
-    def forward(x: Tensor) -> Tensor:
-        with float8.cached_weights(model) if ours else contextlib.nullcontext():
-            for _ in range(3):
-                one(x).backward(g)
-            return one(x)
+    def step() -> Outputs:
+        cached = float8.cached_weights(model, accumulate=accumulate) if ours else None
+        with cached or contextlib.nullcontext():
+            for _ in range(4):
+                y = one(x)
+                y.backward(g)
+        return taken(y, [x, *model.parameters()])
 
-    return training_step(model, forward, x, g)
+    return step
 
 
 def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender]:
@@ -145,6 +153,9 @@ def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender
         for label, (convert, each) in ways.items():
             make = partial(step, partial(convert, each))
             found[label] = Contender(make, check, ours=True, line=True)
+        if kind == "4-micro-batches":
+            make = partial(step, partial(converted, recipe), torch.float32)
+            found[f"{name}, summed in float32"] = Contender(make, check, ours=True, line=True)
     if options.peer and isinstance(base, Sorted):
         make = partial(step, partial(by, peers.grouped_product))
         found["torchao rowwise"] = Contender(make, check, line=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -78,12 +78,17 @@ def training_step(
     def step() -> Outputs:
         y = forward(x)
         y.backward(g)
-        grads = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        return y.detach(), *(grad for grad in grads if grad is not None)
+        return taken(y, leaves)
 
     return step
+
+
+def taken(y: Tensor, leaves: Sequence[Tensor]) -> Outputs:
+    """y and the gradients of leaves, which have none then."""
+    grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return y.detach(), *(grad for grad in grads if grad is not None)
 
 
 def make_step(
