@@ -133,30 +133,32 @@ def test_sums_in_float32_lose_less_than_bf16(name: str, device: str) -> None:
             assert errors[2] < 2.0**-8 < errors[0], (n, errors)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["grouped mT", "one by one", "bmm mT", "moe", "layers"])
-def test_compiled_code_adds_too(name: str) -> None:
+def test_compiled_code_adds_too(name: str, device: str) -> None:
     """One compilation for all blocks with sums; eager's bits; no weight seems changed."""
-    model, counter = build(name), Casts()
+    model, counter = build(name, device=device), Casts()
     call = compiled(model, counter)
     for _ in range(3):
-        micro = batches(2)
+        micro = batches(2, device)
         versions = [p._version for p in model.parameters()]
         got = grads(model, micro, FP32, call)
         assert versions == [p._version for p in model.parameters()]
         for a, b in zip(got, grads(model, micro, FP32), strict=True):
             assert_same_bytes(a, b)
     assert counter.frame_count == 1 and counter.of_weights == [0, 0]
-    micro = batches(2)
+    micro = batches(2, device)
     for a, b in zip(grads(model, micro, None, call), grads(model, micro), strict=True):
         assert_same_bytes(a, b)
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["grouped mT", "one by one mT", "layers"])
-def test_inductor_adds_in_place(name: str) -> None:
+def test_inductor_adds_in_place(name: str, device: str) -> None:
     from torch._inductor.utils import run_and_get_code
 
-    model, micro = build(name), batches(2)
+    model, micro = build(name, device=device), batches(2, device)
     call = compiled(model, "inductor")
     inductor, autograd = torch._inductor.config, torch._functorch.config
     with inductor.patch(fx_graph_cache=False), autograd.patch(enable_autograd_cache=False):
