@@ -1650,9 +1650,9 @@ def test_grouped_mm_as_clients_with_a_config_call_it(recipe: float8.Recipe, devi
         assert y.dtype == A.grad.dtype == weight.grad.dtype == torch.bfloat16
         assert not y[held:].any() and not A.grad[held:].any() and not weight.grad[1].any()
         x64, w64, g64 = A.detach().double(), weight.detach().double(), g.double()
-        assert relative_error(y, grouped_truth(x64, w64.mT, offs)) < 0.06
-        assert relative_error(A.grad, grouped_truth(g64, w64, offs)) < 0.06
-        assert relative_error(weight.grad, grouped_truth(g64.t(), x64, offs)) < 0.06
+        assert relative_error(y, grouped_truth(x64, w64.mT, offs)) < 0.07
+        assert relative_error(A.grad, grouped_truth(g64, w64, offs)) < 0.07
+        assert relative_error(weight.grad, grouped_truth(g64.t(), x64, offs)) < 0.07
 
 
 # ----------------------------------------------------------------------------- products refused

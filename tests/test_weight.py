@@ -99,11 +99,11 @@ SMK, BMK, BKM, BNK, BKN = (2, 3, 40), (3, 6, 40), (3, 40, 6), (3, 48, 40), (3, 4
 # name, product, the same by linears of matrices, shapes of x and w
 PRODUCTS: list[tuple[str, Multiply, Product, tuple[int, ...], tuple[int, ...]]] = [
     ("F.linear", F.linear, lambda x, w, lin: lin(x, w), SMK, NK),
-    ("linear, bias", lambda x, w: F.linear(x, w, c(x)), lambda x, w, lin: lin(x, w) + c(x), MK, NK),
+    ("linear, bias", lambda x, w: F.linear(x, w, c(x)), lambda x, w, lin: lin(x, w, c(x)), MK, NK),
     (
         "linear, keywords",
         lambda x, w: F.linear(bias=c(x), weight=w, input=x),
-        lambda x, w, lin: lin(x, w) + c(x),
+        lambda x, w, lin: lin(x, w, c(x)),
         MK,
         NK,
     ),
