@@ -572,10 +572,11 @@ compares the two. What was run on hardware, and what only compiled, is in the RE
 For each architecture: its two formats with their largest numbers, and which ops are native there.
 `convert` is instructions that round to FP8; `mm_*` are torch's `scaled_mm` with one scale per
 tensor, per row, per block of 128 or per MX block of 32; `grouped` is its `scaled_grouped_mm` with
-one scale per row. Where it says `triton`, this library's Triton kernel multiplies instead, and MX
-blocks on sm_90 in bf16, which holds their values. The rest is emulated, in the same formats and
-blocks. The alignment, in bytes, is that of N and of the contraction in a native product; other
-sizes are padded inside.
+one scale per row, which `float8.grouped_mm` never chooses: its products are this library's, by the
+Hopper kernel on sm_90 and by the Triton kernel elsewhere. Where it says `triton`, this library's
+Triton kernel multiplies instead, and MX blocks on sm_90 in bf16, which holds their values. The rest
+is emulated, in the same formats and blocks. The alignment, in bytes, is that of N and of the
+contraction in a native product; other sizes are padded inside.
 
 `python -m float8 doctor` says the same of the devices of a machine, less what its build of torch
 lacks, and tests them. With `--matmul M N K` it says who multiplies in each recipe, and why not
