@@ -27,7 +27,7 @@ from float8.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
 from float8.kernels import fused
 from float8.kernels.quantize import TRITON_BLOCKS, CastPlan
 from float8.scaling import FULL
-from float8.testing import assert_same_bytes, deterministic, needs, relative_error
+from float8.testing import assert_same_bytes, deterministic, needs, relative_error, targets
 
 ops = torch.ops.float8
 GPU = torch.cuda.is_available()
@@ -380,7 +380,7 @@ def test_the_sigmoid_of_the_kernels() -> None:
     assert (s[x < -90] == 0).all() and (s[x > 18] == 1).all() and (s[x == 0] == 0.5).all()
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
+@pytest.mark.parametrize("target", targets("fused"))
 @triton
 def test_machine_code(target: str) -> None:
     """Compiled for GPUs that are not here: wide accesses, hardware conversions, nothing in scratch,
@@ -394,7 +394,8 @@ def test_machine_code(target: str) -> None:
         assert kernel["spills"] <= allowed, kernel
         assert kernel["stack_pointer_reads"] == 0, kernel
         assert kernel["fences"] == 0, kernel
-        assert kernel["shared"] <= describe(target).shared_memory, kernel
+        amd = target.startswith("gfx")
+        assert kernel["shared"] <= (64 << 10 if amd else describe(target).shared_memory), kernel
         # All but the loads and stores of scales, amaxes, norms and weights.
         assert kernel["wide_loads"] >= (0.45 if kernel["of"] == "rms" else 0.6) * kernel["loads"]
         if kernel["kernel"] == "tile_kernel":
