@@ -34,7 +34,7 @@ from .linear import (
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .scaling import Block, scale_dtype
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
-from .totals import give
+from .totals import give, give_product
 
 Columns = tuple[Any, Any, Any]  # (data_t, scale_t, offs_t) of quantize_grouped; or Nones
 
@@ -99,18 +99,10 @@ def multiply_columns(
 ) -> Tensor | None:
     """Each group's columns of a times the same columns of b, transposed, as the gradient [G, K, N]
     of weights; None where it has been added to ``total_GNK`` instead."""
-    args = a[0], b[0], a[1], b[1], a[2], plan.a.block, plan.b.block
-    last = plan.fast_accum, plan.impl
-    if total_GNK is None or not total_GNK.is_contiguous():
-        dtype = dtype if total_GNK is None else torch.float32
-        return give_turned(torch.ops.float8.grouped_wgrad(*args, dtype, *last), total_GNK)
-    torch.ops.float8.grouped_wgrad_add_(total_GNK, *args, *last)
-    return None
-
-
-def give_turned(gw_GNK: Tensor, total_GNK: Tensor | None) -> Tensor | None:
-    """``give`` of the gradient of weights [G, K, N]."""
-    return give(gw_GNK.mT, None if total_GNK is None else total_GNK.mT)
+    args, ops = (a[0], b[0], a[1], b[1], a[2], plan.a.block, plan.b.block), torch.ops.float8
+    op, add_ = ops.grouped_wgrad, ops.grouped_wgrad_add_
+    gw_GNK = give_product(op, add_, args, plan, dtype, total_GNK)
+    return None if gw_GNK is None else gw_GNK.mT
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -165,7 +157,8 @@ class _GroupedMM(torch.autograd.Function):
         if needs_gw:
             if wgrad is None:
                 gw_GNK = torch.ops.float8.grouped_mm_hp(g_TN.t(), x_t, offs).to(ctx.w_dtype)
-                gw_GKN = give_turned(gw_GNK, ctx.total)
+                gw_GNK = give(gw_GNK, ctx.total)
+                gw_GKN = None if gw_GNK is None else gw_GNK.mT
             else:
                 x_t = x_t, x_t_scale, None
                 gw_GKN = multiply_columns(g_t, x_t, wgrad, ctx.w_dtype, ctx.total)

@@ -27,21 +27,24 @@ def give(g_w: Tensor, total: Tensor | None) -> Tensor | None:
 
 
 def multiply_gradient(
-    g_t: tuple[Any, Any],
-    x_t: tuple[Any, Any],
-    plan: Plan,
-    dtype: torch.dtype,
-    total_NK: Tensor | None,
+    g_t: tuple[Any, Any], x_t: tuple[Any, Any], plan: Plan, dtype: torch.dtype, total: Tensor | None
 ) -> Tensor | None:
-    """``give`` of g_t [N, M] times x_t [K, M] transposed, FP8 parts: one launch where the total
-    lies as a product does."""
-    (a, scale_a), (b, scale_b), last = g_t, x_t, (plan.fast_accum, plan.impl)
+    """``give`` of g_t [N, M] times x_t [K, M] transposed, FP8 parts, to a total [N, K]."""
+    (a, scale_a), (b, scale_b), ops = g_t, x_t, torch.ops.float8
     args = a, b.t(), scale_a, scale_b.t(), plan.a.block, plan.b.block[::-1]
-    if total_NK is None or not total_NK.is_contiguous():
-        dtype = dtype if total_NK is None else torch.float32
-        return give(torch.ops.float8.scaled_mm(*args, dtype, *last), total_NK)
-    torch.ops.float8.scaled_mm_add_(total_NK, *args, *last)
-    return None
+    return give_product(ops.scaled_mm, ops.scaled_mm_add_, args, plan, dtype, total)
+
+
+def give_product(
+    op: Any, add_: Any, args: tuple[Any, ...], plan: Plan, dtype: torch.dtype, total: Tensor | None
+) -> Tensor | None:
+    """``give`` of the product that ``op`` makes of args; in one launch, by ``add_``, where the
+    total lies as a product does."""
+    last = plan.fast_accum, plan.impl
+    if total is not None and total.is_contiguous():
+        add_(total, *args, *last)
+        return None
+    return give(op(*args, dtype if total is None else torch.float32, *last), total)
 
 
 class _Total:
@@ -69,9 +72,11 @@ class _Total:
 
     def give(self) -> None:
         weight = self.weight
-        if self.passed and weight.grad is None:
+        if not self.passed:
+            return
+        if weight.grad is None:
             weight.grad = self.sum.to(weight.dtype).data  # which counts its own versions
-        elif self.passed and weight.grad is not None:
+        else:
             weight.grad += self.sum
 
 
