@@ -735,7 +735,7 @@ def test_what_the_references_refuse_fake_tensors_refuse() -> None:
             called = [*args[:at], bad, *args[at + 1 :]]
             with pytest.raises(ValueError):
                 op(*(t.to(device) if isinstance(t, Tensor) else t for t in called))
-    with pytest.raises(ValueError, match="and cpu; move them to one device"):
+    with pytest.raises(ValueError, match="and meta; move them to one device"):
         ops.grouped_wgrad_add_(out.to("meta"), *added[1:])
     for op, args in ((ops.grouped_mm, rows), (ops.grouped_wgrad, columns)):
         with pytest.raises(ValueError, match="and meta; move them to one device"):

@@ -54,7 +54,8 @@ _LIB.define("grouped_mm_hp(Tensor a, Tensor b, Tensor offs) -> Tensor")
 
 
 class GroupedProduct(NamedTuple):
-    """The arguments of ``grouped_mm`` and of ``grouped_wgrad`` (offs is offs_t there), in order."""
+    """The arguments of ``grouped_mm`` and of ``grouped_wgrad`` (offs is offs_t there), in order,
+    and what the products are added to, if they are."""
 
     a: Tensor
     b: Tensor
@@ -66,6 +67,7 @@ class GroupedProduct(NamedTuple):
     out_dtype: torch.dtype
     fast_accum: bool
     impl: str
+    out: Tensor | None = None
 
 
 Refusal = Callable[[DeviceProfile, Operand, Operand], str | None]
@@ -357,21 +359,21 @@ def grouped_wgrad(
     return _run_columns(x)
 
 
-def _run_columns(x: GroupedProduct, out: Tensor | None = None) -> Tensor:
-    """The products, new or added to ``out``, on the implementation that x names."""
+def _run_columns(x: GroupedProduct) -> Tensor:
+    """The products on the implementation that x names: new ones, or x.out."""
     if x.impl == "torch":
-        if out is None:
+        if x.out is None:
             return _grouped_wgrad_reference(x)
         # Computed in float32, whatever out is.
-        return out.add_(_grouped_wgrad_reference(x._replace(out_dtype=torch.float32)))
+        return x.out.add_(_grouped_wgrad_reference(x._replace(out_dtype=torch.float32)))
     _check_takes(x, x.block_b[::-1], WGRAD_IMPLEMENTATIONS)
     if x.impl == "triton":
         from . import grouped_triton
 
-        return grouped_triton.multiply_columns(*x[:-1], out)
+        return grouped_triton.multiply_columns(*x[:9], x.out)
     from . import grouped_hopper
 
-    return grouped_hopper.multiply_columns(*x[:-1], out)
+    return grouped_hopper.multiply_columns(*x[:9], x.out)
 
 
 def _grouped_wgrad_reference(x: GroupedProduct) -> Tensor:
@@ -405,7 +407,8 @@ def _check_columns(x: GroupedProduct) -> None:
             "groups; needed (N, columns) and (K, columns)"
         )
     check_offs(x.offs)
-    check_devices(x.a, x.b, x.scale_a, x.scale_b, x.offs)
+    check_devices(x.a, x.b, x.scale_a, x.scale_b, x.offs, x.out)
+    matmul.check_out(x.out, _shape_columns(x))
     _check_out(x.out_dtype, x.impl, WGRAD_IMPLEMENTATIONS)
     for data, scale, block in ((x.a, x.scale_a, x.block_a), (x.b, x.scale_b, x.block_b)):
         check_block(data.shape, block)
@@ -452,29 +455,16 @@ def grouped_wgrad_add_(
     Raises:
         ValueError: ``out`` is none of this; or as ``grouped_wgrad``.
     """
-    x = _added(out, a, b, scale_a, scale_b, offs_t, block_a, block_b, fast_accum, impl)
+    blocks = tuple(block_a), tuple(block_b)
+    x = GroupedProduct(a, b, scale_a, scale_b, offs_t, *blocks, out.dtype, fast_accum, impl, out)
+    _check_columns(x)
     if 0 not in (*a.shape, *b.shape):
         torch.autograd.graph.increment_version(out)  # a kernel's writing would pass unnoticed
-        _run_columns(x, out)
+        _run_columns(x)
 
 
-def _added(out: Tensor, *arguments: Any) -> GroupedProduct:
-    """What is to be added to ``out``; ValueError unless that can be."""
-    a, b, scale_a, scale_b, offs_t, block_a, block_b, fast_accum, impl = arguments
-    blocks = tuple(block_a), tuple(block_b)
-    x = GroupedProduct(a, b, scale_a, scale_b, offs_t, *blocks, out.dtype, fast_accum, impl)
-    _check_columns(x)
-    check_devices(out, x.a)
-    if tuple(out.shape) != _shape_columns(x) or not out.is_contiguous():
-        raise ValueError(
-            f"out has shape {tuple(out.shape)} and strides {out.stride()}; to add the products to, "
-            f"it must be contiguous, of shape {_shape_columns(x)}"
-        )
-    return x
-
-
-def _fake_grouped_wgrad_add_(*arguments: Any) -> None:
-    _added(*arguments)
+def _fake_grouped_wgrad_add_(out: Tensor, *arguments: Any) -> None:
+    _check_columns(GroupedProduct(*arguments[:7], out.dtype, *arguments[7:], out))
 
 
 # -------------------------------------------------------------------------------- high precision

@@ -370,20 +370,14 @@ def _adds(x: Product) -> bool:
 
 
 def _check(x: Product) -> None:
-    check_devices(x.a, x.b, x.scale_a, x.scale_b, *(t for t in (x.bias, x.out) if t is not None))
+    check_devices(x.a, x.b, x.scale_a, x.scale_b, x.bias, x.out)
     if x.a.ndim != 2 or x.b.ndim != 2 or x.a.shape[1] != x.b.shape[0]:
         raise ValueError(
             f"shapes {tuple(x.a.shape)} and {tuple(x.b.shape)} do not multiply; needed (M, K), "
             "(K, N)"
         )
     shape = x.a.shape[0], x.b.shape[1]
-    if (out := x.out) is not None and not (
-        out.dtype in HIGH_PRECISION and out.shape == shape and out.is_contiguous()
-    ):
-        raise ValueError(
-            f"out is {out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}; this "
-            f"product is added to one of {names(HIGH_PRECISION)} of shape {shape}, contiguous"
-        )
+    check_out(x.out, shape)
     if x.out_dtype not in HIGH_PRECISION:
         raise ValueError(f"out_dtype={x.out_dtype} must be one of {names(HIGH_PRECISION)}")
     if (bias := x.bias) is not None and not (
@@ -395,6 +389,16 @@ def _check(x: Product) -> None:
         )
     if x.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={x.impl!r} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}")
+
+
+def check_out(out: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a product of this shape can be added to ``out``, if it is to be."""
+    if out is None or (out.dtype in HIGH_PRECISION and out.shape == shape and out.is_contiguous()):
+        return
+    raise ValueError(
+        f"out is {out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}; this product "
+        f"is added to one of {names(HIGH_PRECISION)} of shape {shape}, contiguous"
+    )
 
 
 def _check_scales(x: Product) -> None:
@@ -621,7 +625,7 @@ def _fake_scaled_mm(*arguments: Any) -> Tensor:
 
 
 def _fake_scaled_mm_add_(out: Tensor, *arguments: Any) -> None:
-    x = Product._make((*arguments[:6], out.dtype, *arguments[6:], None, out))
+    x = Product(*arguments[:6], out.dtype, *arguments[6:], out=out)
     _check(x)
     _check_scales(x)
 

@@ -366,7 +366,7 @@ def _no_weights(grad: Tensor) -> Tensor:
 
 
 def _check_unpermute(y: Tensor, position: Tensor, weights: Tensor | None) -> None:
-    check_devices(y, position, *(() if weights is None else (weights,)))
+    check_devices(y, position, weights)
     _check_pairs(position)
     if y.ndim != 2 or y.dtype not in HIGH_PRECISION:
         raise ValueError(
@@ -388,7 +388,7 @@ def _check_weights(weights: Tensor, position: Tensor) -> None:
 def _check_unpermute_backward(
     grad: Tensor, y: Tensor | None, position: Tensor, source: Tensor, weights: Tensor
 ) -> None:
-    check_devices(grad, weights, *(() if y is None else (y,)))
+    check_devices(grad, weights, y)
     _check_permute(grad, position, source)
     _check_weights(weights, position)
     shape = (source.shape[0], grad.shape[1])

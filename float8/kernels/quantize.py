@@ -375,13 +375,13 @@ def _check_dequantize(data: Tensor, block: Block, dtype: torch.dtype) -> None:
         raise ValueError(f"dtype={dtype} must be one of {names(HIGH_PRECISION)}")
 
 
-def check_devices(*tensors: Tensor) -> None:
-    """Raise ValueError unless all are on one device. The dispatcher does not ask: among a CPU and a
-    meta tensor it picks the fake kernel, whose result nobody has computed."""
-    if len({t.device for t in tensors}) > 1:
+def check_devices(*tensors: Tensor | None) -> None:
+    """Raise ValueError unless all that are given are on one device. The dispatcher does not ask:
+    among a CPU and a meta tensor it picks the fake kernel, whose result nobody has computed."""
+    devices = [t.device for t in tensors if t is not None]
+    if len({*devices}) > 1:
         raise ValueError(
-            f"operands are on {' and '.join(str(t.device) for t in tensors)}; move them to one "
-            "device"
+            f"operands are on {' and '.join(map(str, devices))}; move them to one device"
         )
 
 
