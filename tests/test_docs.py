@@ -217,14 +217,15 @@ def test_refusals_say_what_to_do() -> None:
 
 # Modules whose every refusal has a row; what is not listed here is a tool with a page of its own.
 LISTED = (
-    "cache convert formats devices scaling recipe tensor linear grouped mlp permute weight "
+    "cache convert formats devices scaling recipe tensor linear grouped mlp permute totals weight "
     "dispatch/copy dispatch/grouped dispatch/matmul dispatch/shape dispatch/table dispatch/value "
     "kernels/fused kernels/grouped kernels/matmul kernels/permute kernels/quantize "
     "kernels/quantize_grouped"
 ).split()
-# They need a process group, as in tests/test_convert.py and tests/test_weight.py, or torch.compile,
-# whose tracing no profiler sees: tests/test_compile.py.
+# They need a process group, as in tests/test_convert.py, tests/test_totals.py and
+# tests/test_weight.py, or torch.compile, whose tracing no profiler sees: tests/test_compile.py.
 NEED_MORE = (
+    "DistributedDataParallel averages",
     "in code that torch.compile traces",
     "has a sharded Float8Weight",
     "has a sharded weight",

@@ -162,9 +162,9 @@ CASES = {
     "one expert": ([70], 0),
     "first and last empty": ([0, 20, 13, 0], 5),
     "whole blocks": ([128, 0, 256], 0),
-    "faults B058": ([7, 9, 16], 1),
-    "faults B059": ([44, 20, 0, 64], 0),
-    "faults B064": (list(range(1, 16)), 0),
+    "sizes of 7, 9 and 16": ([7, 9, 16], 1),
+    "one empty of whole fours": ([44, 20, 0, 64], 0),
+    "fifteen sizes": (list(range(1, 16)), 0),
     "more experts than tokens": ([0, 1] * 4 + [0] * 8, 2),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -268,7 +268,7 @@ def draw(rng: random.Random) -> tuple[list[int], int]:
 @STACKED
 @ALL
 def test_two_steps_of_ragged_experts_in_memory_full_of_nan(recipe: Recipe, stacked: bool) -> None:
-    """Faults B052, B053: what nobody wrote is read by nobody, in the second step neither."""
+    """What nobody wrote is read by nobody, in the second step neither."""
     rng = random.Random(0)
     for _ in range(3):
         args = problem(*draw(rng), dtype=torch.bfloat16, stacked=stacked)
@@ -281,7 +281,7 @@ def test_two_steps_of_ragged_experts_in_memory_full_of_nan(recipe: Recipe, stack
 
 
 def test_gradients_accumulate_over_micro_batches_where_experts_are_empty() -> None:
-    """Faults B055, B056: an expert without a token has a gradient, of zeros."""
+    """An expert without a token has a gradient, of zeros."""
     weights = [nn.Parameter(t) for t in problem([0, 0, 0])[0][1:]]
     total = [torch.zeros_like(w) for w in weights]
     for sizes in ([0, 8, 0], [0, 0, 0], [5, 0, 0]):
@@ -296,7 +296,7 @@ def test_gradients_accumulate_over_micro_batches_where_experts_are_empty() -> No
 
 
 def test_routing_weights_of_two_experts_per_token() -> None:
-    """Fault B071: gradients with weights of .9 and .1 as torch alone has them."""
+    """Gradients with weights of .9 and .1 as torch alone has them."""
     (x, *weights), _, _ = problem([24, 0, 0, 0])
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(24)]).reshape(-1)
     order, scores = chosen.argsort(stable=True), torch.tensor([0.9, 0.1]).repeat(24)

@@ -279,8 +279,8 @@ def ragged(align: int, seed: int) -> tuple[Step, Step]:
 
 
 CASES = {
-    "faults B052": (Step([7, 0, 41, 0], 16), Step([0, 30, 4, 14], 16)),
-    "faults B053": (Step([16, 0, 32, 0]), Step([0, 9, 0, 39])),
+    "reported, rows of no group": (Step([7, 0, 41, 0], 16), Step([0, 30, 4, 14], 16)),
+    "reported, empty groups": (Step([16, 0, 32, 0]), Step([0, 9, 0, 39])),
     "no rows": (Step([0, 0, 0, 0]), Step([3, 0, 1, 0])),
     "all empty": (Step([0, 0, 0], 9), Step([0, 8, 0], 1)),
     "one token": (Step([0, 0, 1, 0]), Step([1, 0, 0, 0])),
@@ -307,7 +307,7 @@ def combinations() -> list[Any]:
                 continue
             for j, layer in enumerate(LAYERS):
                 one = EVERY[(i + 2 * j) % len(EVERY)]
-                literal = case.startswith("faults")
+                literal = case.startswith("reported")
                 some = EVERY if device == "cuda" else RECIPES.values() if literal else [one]
                 found += [
                     pytest.param(case, layer, recipe, device, marks=[gpu] * (device == "cuda"),
@@ -329,7 +329,7 @@ def poisoned(call: Callable[[], list[Tensor]]) -> list[Tensor]:
 def test_two_steps_of_any_groups_in_memory_full_of_nan(
     case: str, kind: str, recipe: Recipe, device: str
 ) -> None:
-    """Faults B052, B053: outputs and all gradients are near the truth, and zero where no token adds
+    """Outputs and all gradients are near the truth, and zero where no token adds
     to them, whatever rows of no expert hold; the second step is of another routing."""
     experts = len(CASES[case][0].sizes)
     layer = LAYERS[kind](recipe, experts, device)
@@ -361,10 +361,10 @@ def test_two_steps_of_any_groups_in_memory_full_of_nan(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_the_same_bits_whatever_memory_held(kind: str, device: str) -> None:
-    """Faults B052, B053: in plain memory, and twice where it holds NaN."""
+    """In plain memory, and twice where it holds NaN."""
     for recipe in EVERY if device == "cuda" else (ROWWISE, MXFP8):
         layer = LAYERS[kind](recipe, 4, device)
-        x, where = layer.batch(CASES["faults B052"][0])
+        x, where = layer.batch(CASES["reported, rows of no group"][0])
         g = gradient(layer, x)
         expected = run(layer, layer, x, g, where)
         for _ in range(2):
@@ -459,7 +459,7 @@ def train(
     "recipe", [ROWWISE, ROWWISE_WGRAD_HP, BLOCKWISE, MXFP8], ids=lambda r: r.name
 )
 def test_two_ranks_of_which_one_has_no_token(recipe: Recipe) -> None:
-    """Fault B055: with no token on a rank, or none for its experts, gradients have the bits of one
+    """With no token on a rank, or none for its experts, gradients have the bits of one
     process, and no rank leaves out a collective, of forward or of backward."""
     d, f = 64, 48
     shapes = [(EXPERTS, d), (EXPERTS, f, d), (EXPERTS, f, d), (EXPERTS, d, f)]
@@ -546,7 +546,7 @@ def frames(module: Loop, draws: list[list[int]], tensor: bool, backend: str) -> 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
 def test_a_compiled_loop_over_experts(stacked: bool) -> None:
-    """Fault B061. Counts in a tensor are one graph, two where the number of tokens changes too."""
+    """Counts in a tensor are one graph, two where the number of tokens changes too."""
     draws = [[3, 17, 1, 0], [0, 5, 2, 14], [21, 0, 0, 0]]
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         if stacked:
@@ -573,7 +573,7 @@ def aligned(sizes: list[int], align: int) -> list[int]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", [ROWWISE, BLOCKWISE, MXFP8], ids=lambda r: r.name)
 def test_what_rows_of_padding_hold_reaches_no_other_row(recipe: Recipe, device: str) -> None:
-    """Fault B068: NaN in data and in scales of rows within groups, beside rows of the same tile."""
+    """NaN in data and in scales of rows within groups, beside rows of the same tile."""
     sizes = [44, 20, 0, 64, 1]
     padded = aligned(sizes, 16)
     real = torch.zeros(sum(padded) + 5, dtype=torch.bool)
@@ -615,7 +615,7 @@ def test_what_rows_of_padding_hold_reaches_no_other_row(recipe: Recipe, device: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE, BLOCKWISE, MXFP8], ids=lambda r: r.name)
 def test_columns_of_padding_are_as_those_of_zeros(recipe: Recipe, device: str) -> None:
-    """Fault B068: within groups they are multiplied, and so are written, scales too, in memory full
+    """Within groups they are multiplied, and so are written, scales too, in memory full
     of NaN; what follows the last group holds NaN here."""
     sizes = [44, 20, 0, 64, 1, 128, 130]
     padded = aligned(sizes, 128)
@@ -655,7 +655,7 @@ def test_columns_of_padding_are_as_those_of_zeros(recipe: Recipe, device: str) -
 
 
 def test_no_kernel_of_another_architecture_is_chosen_or_launched() -> None:
-    """Fault B070: on sm_103, which is no sm_90 and no sm_100."""
+    """On sm_103, which is no sm_90 and no sm_100."""
     for arch in ("sm_103", "sm_120"):
         profile = describe(arch)
         patches = [

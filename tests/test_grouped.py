@@ -209,11 +209,11 @@ CASES: dict[str, tuple[list[int], int]] = {
     "one group of some": ([33], 31),
     "the first and the last empty": ([0, 20, 13, 0], 0),
     "aligned to a block": ([128, 0, 256], 0),
-    "faults B053": ([16, 0, 32, 0], 0),
-    "faults B058": ([7, 9, 16], 1),
-    "faults B059": ([44, 20, 0, 64], 0),
-    "faults B061": ([3, 17, 1, 0], 0),
-    "faults B064": (list(range(1, 16)), 0),
+    "every other empty": ([16, 0, 32, 0], 0),
+    "sizes of 7, 9 and 16": ([7, 9, 16], 1),
+    "one empty of whole fours": ([44, 20, 0, 64], 0),
+    "fewer than a block": ([3, 17, 1, 0], 0),
+    "fifteen sizes": (list(range(1, 16)), 0),
     "more groups than tokens": ([0, 1] * 4 + [0] * 24, 2),
 } | {
     f"random, aligned to {align}": (draw(random.Random(align), 6, align, 200), 5 * align)

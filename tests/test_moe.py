@@ -148,7 +148,7 @@ def test_the_same_bits_as_its_parts(recipe: Recipe) -> None:
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 0), (0,)])
 @pytest.mark.parametrize("recipe", [None, ROWWISE, MXFP8], ids=name)
 def test_leading_dimensions_and_no_tokens(recipe: Recipe | None, lead: tuple[int, ...]) -> None:
-    """Fault B055: with no token at all there are gradients, of zeros."""
+    """With no token at all there are gradients, of zeros."""
     moe, x = layer(recipe, shared_hidden=32), torch.randn(*lead, D)
     got, flat = step(moe, x), step(moe, x.reshape(-1, D))
     assert got[0].shape == got[2].shape == x.shape
@@ -250,7 +250,7 @@ def test_its_gradient_evens_the_experts_out() -> None:
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES.values(), SAVE], ids=name)
 def test_two_steps_in_memory_full_of_nan(recipe: Recipe | None) -> None:
-    """Faults B052, B053: experts that get nothing, in the second step too."""
+    """Experts that get nothing, in the second step too."""
     moe, x = layer(recipe, torch.bfloat16), torch.randn(60, D, dtype=torch.bfloat16)
     x[:, 0] = 4
     with torch.no_grad():
@@ -267,7 +267,7 @@ def test_two_steps_in_memory_full_of_nan(recipe: Recipe | None) -> None:
 
 
 def test_gradients_accumulate_over_micro_batches() -> None:
-    """Fault B056, and cached weights: the same bits, whichever experts a batch leaves empty."""
+    """With cached weights, too: the same bits, whichever experts a batch leaves empty."""
     batches = [torch.randn(3, D) for _ in range(4)]
     found = []
     for cached in (False, True):
