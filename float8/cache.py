@@ -141,8 +141,8 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
     blocks and once for use outside, whatever the weights hold.
 
     With ``accumulate``, a dtype such as torch.float32, the products that make gradients of these
-    weights add them up in that dtype: no micro-batch costs a pass over them, or rounds their sum to
-    the weights' dtype. ``.grad`` is as it was until the end of the block puts the sums there, or
+    weights add them up in that dtype: no micro-batch rounds their sum to the weights' dtype.
+    ``.grad`` is as it was until the end of the block puts the sums there, or
     adds them to what it holds; an exception leaves it so. Gradients that come by other ways (of
     views without copies, of other parameters) go to ``.grad`` as ever. Every backward in the block
     is to be a whole one, and in compiled code to come before the next forward.
