@@ -6,6 +6,7 @@ Letters: N out features, K in features; M tokens.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -48,36 +49,41 @@ def give_product(
 
 
 class _Total:
-    """``sum`` of a weight's gradients. Autograd passes the weight in each backward that is to give
-    it one, after all that adds to the sum, although there is nothing for it to take."""
+    """A weight and the sum of its gradients. Autograd passes the weight in each backward that is to
+    give it one, after all that adds to the sum, although there is nothing for it to take."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, total: Tensor) -> None:
         self.weight, self.passed, self.closed, self.version = weight, False, False, 0
-        self.sum = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         self.node: Any = get_gradient_edge(weight).node  # held, as autograd would make another
-        self.node.register_prehook(self.see)
+        hook = self.node.register_prehook(self.see)
+        # Whoever holds the node for good would hold the sums of all blocks.
+        self.sum = weakref.ref(total, lambda _: hook.remove())
 
     def see(self, gradients: Any) -> None:
-        if self.closed and self.version != self.sum._version:
+        total = self.sum()
+        if total is None:
+            return
+        if self.closed and self.version != total._version:
             raise RuntimeError(
                 "a backward after the block of float8.cached_weights(accumulate=...) in which its "
                 "forward ran adds to sums that are in .grad already; run it inside of the block"
             )
-        self.passed, self.version = True, self.sum._version
+        self.passed, self.version = True, total._version
 
-    def close(self) -> None:
+    def close(self, total: Tensor) -> None:
         """Graphs may still wait, and hold the node. Compiled ones then see another version."""
-        torch.autograd.graph.increment_version(self.sum)
-        self.closed, self.version, self.node = True, self.sum._version, None
+        torch.autograd.graph.increment_version(total)
+        self.closed, self.version, self.node = True, total._version, None
 
-    def give(self) -> None:
-        weight = self.weight
+    def give(self, total: Tensor) -> None:
+        weight, grad = self.weight, self.weight.grad
         if not self.passed:
             return
-        if weight.grad is None:
-            weight.grad = self.sum.to(weight.dtype).data  # which counts its own versions
-        else:
-            weight.grad += self.sum
+        if grad is not None and grad.layout == torch.strided:
+            grad += total
+        else:  # a sparse one, that of a tied embedding, is only added to a dense one
+            total = total if grad is None else total + grad
+            weight.grad = total.to(weight.dtype).data  # which counts its own versions
 
 
 class Totals:
@@ -89,15 +95,16 @@ class Totals:
                 f"accumulate={dtype} must be one of {names(HIGH_PRECISION)}, or None to leave "
                 "gradients to autograd"
             )
-        self.dtype, self.of = dtype, dict[int, _Total]()
+        self.dtype, self.of = dtype, dict[int, tuple[_Total, Tensor]]()
 
     def begin(self, weight: Tensor) -> Tensor | None:
         """What gradients of the weight are to be added to."""
-        if self.dtype is None or not weight.requires_grad:
+        if self.dtype is None or not weight.requires_grad or torch.is_inference_mode_enabled():
             return None
         if id(weight) not in self.of:
-            self.of[id(weight)] = _Total(weight, self.dtype)
-        return self.of[id(weight)].sum
+            total = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
+            self.of[id(weight)] = _Total(weight, total), total
+        return self.of[id(weight)][1]
 
     def check_model(self, model: nn.Module) -> None:
         if self.dtype is not None and any(isinstance(m, _DDP) for m in model.modules()):
@@ -119,24 +126,25 @@ class Totals:
             )
 
     def check_end(self) -> None:
-        for total in self.of.values():
-            if total.version != total.sum._version:
+        for of, total in self.of.values():
+            if of.version != total._version:
                 raise RuntimeError(
                     "a backward inside of float8.cached_weights(accumulate=...) went past a weight "
-                    f"(shape {tuple(total.weight.shape)}) whose gradient was not asked for, as "
+                    f"(shape {tuple(total.shape)}) whose gradient was not asked for, as "
                     "torch.autograd.grad and backward(inputs=...) do, and was added up with the "
                     "others; leave accumulate out"
                 )
 
     def close(self) -> None:
-        for total in self.of.values():
-            total.close()
+        for of, total in self.of.values():
+            of.close(total)
 
     @torch.no_grad()
     def give(self) -> None:
         """Put the sums into ``.grad``, one by one, so that each is free before the next."""
         while self.of:
-            self.of.popitem()[1].give()
+            of, total = self.of.popitem()[1]
+            of.give(total)
 
 
 def check_no_ddp() -> None:

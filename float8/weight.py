@@ -358,12 +358,15 @@ def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
             return None
         parts = tuple(parts[i ^ 1] for i in range(len(parts)))
         turned = not turned
-    # A matrix of a stack whose matrices are one (stride 0) starts where the stack does.
-    e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), int(whole.stride(0)) or 1)
+    # A matrix of a stack whose matrices are one (stride 0) starts where the stack does: any of them
+    # has its copies, but not its gradient.
+    step = int(whole.stride(0))
+    e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), step or 1)
     if rest or not 0 <= e < (len(whole) if lead else 1):
         return None
     parts, e = (tuple(_matrix(part, e) for part in parts), e) if lead else (parts, w.copies.matrix)
-    return Copies(w.copies.made, parts, w.copies.total, turned, e)
+    total = w.copies.total if step or not lead else None
+    return Copies(w.copies.made, parts, total, turned, e)
 
 
 def _matrix(stack: Float8TrainingTensor | None, e: int) -> Float8TrainingTensor | None:

@@ -6,6 +6,7 @@ Letters: as in test_compile.py, whose models these are: rows of 64, and matrices
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import float8
-from float8 import RECIPES, ROWWISE, cached_weights
+from float8 import RECIPES, ROWWISE, cached_weights, totals
 from float8.testing import assert_same_bytes, needs, relative_error
+from float8.totals import _Total
+from float8.weight import wrap_parameter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -291,6 +294,80 @@ def test_an_exception_leaves_grad_as_it_was() -> None:
         assert_same_bytes(p.grad, b)  # type: ignore[arg-type]
     got = grads(model, more, FP32)
     assert all(g is not None for g in got)
+
+
+def test_a_late_backward_of_one_matrix_is_refused() -> None:
+    """What is left of the sum is a view of it, of which the graph knows."""
+    model = build("one by one")
+    (x, g), *_ = batches(1)
+    with block(model):
+        late = model(x)[:, :64]
+    with pytest.raises(RuntimeError, match="after the block of float8"):
+        late.backward(g)
+
+
+def test_who_holds_the_gradients_nodes_holds_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (batch, *_) = build("layers"), batches(1)
+    nodes = [
+        torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters() if p.ndim == 2
+    ]
+    sums: list[Any] = []
+
+    def noted(weight: Tensor, total: Tensor) -> Any:
+        sums.append(weakref.ref(total))
+        return _Total(weight, total)
+
+    monkeypatch.setattr(totals, "_Total", noted)
+    for _ in range(2):
+        grads(model, [batch], FP32)
+    assert len(sums) == 2 * len(nodes)
+    assert all(ref() is None for ref in sums)
+
+
+def test_inference_mode_makes_no_sums() -> None:
+    model, ((x, _), *_) = build("layers"), batches(1)
+    with torch.inference_mode(), cached_weights(model, accumulate=FP32):
+        y = model(x)
+    assert_same_bytes(y, model(x).detach())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_table_with_sparse_gradients_is_tied() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(64, 64, sparse=True)
+            self.head = float8.Float8Linear(64, 64, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, i: Tensor) -> Tensor:
+            y: Tensor = self.head(self.table(i))
+            return y
+
+    model, micro = Model(), [(torch.randint(64, (48,)), torch.randn(48, 64)) for _ in range(2)]
+    (expected,), (got,) = grads(model, micro), grads(model, micro, FP32)
+    assert got.layout == torch.strided
+    assert relative_error(got, expected) < 2.0**-20
+
+
+@pytest.mark.parametrize("form", ["each", "bmm"])
+def test_matrices_that_share_memory_have_gradients_of_their_own(form: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 64).expand(3, 16, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.unflatten(0, (3, -1))
+            if form == "bmm":
+                return torch.bmm(x, self.w.mT).flatten(0, 1)
+            return torch.cat([F.linear(x[e], self.w[e]) for e in range(3)])
+
+    model = Model()
+    wrap_parameter(model, "w")
+    micro = [(torch.randn(48, 64), torch.randn(48, 16)) for _ in range(2)]
+    (expected,), (got,) = grads(model, micro), grads(model, micro, FP32)
+    assert relative_error(got, expected) < 2.0**-20
 
 
 # ---- refusals ------------------------------------------------------------------------------------
