@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
         bias_N: Tensor | None,
         plans: Plans,
         save_weight: bool,
-        *cached: Any,
+        *cached: Any,  # what is Cached of w
     ) -> Tensor:
         dtype = x_MK.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]
@@ -179,8 +179,8 @@ def linear(
         weight: [N, K], of x's dtype. Under autocast x and bias are cast to its dtype, while the
             weight is quantised from its own precision, in which its gradient comes. A
             ``Float8TrainingTensor`` multiplies as it is (the dispatch table's matrix products).
-        bias: [N]; added in float32, before the output is rounded. Its gradient is a sum in its own
-            precision or x's, the higher one, of what is never FP8.
+        bias: [N]; an FP8 product adds it in float32, before it is rounded. Its gradient is a sum in
+            its own precision or x's, the higher one, of what is never FP8.
 
     Returns: [..., N] of x's dtype.
 
@@ -204,8 +204,7 @@ def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
     if autocast and x.dtype in HIGH_PRECISION:
         dtype = torch.get_autocast_dtype(device_type)
-        x = x.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     elif x.dtype != weight.dtype:
         raise ValueError(
             f"x is {x.dtype} and the weight {weight.dtype}; bring both to one dtype, or run under "
@@ -298,8 +297,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         plans = self.recipe.plan(input.device)
-        cached = self.begin(plans)
-        return run_linear(input, self.weight, self.bias, self.recipe, plans, cached)
+        return run_linear(input, self.weight, self.bias, self.recipe, plans, self.begin(plans))
 
     def begin(self, plans: Plans) -> Cached:
         """Note who is going to multiply; the weight's FP8 copies, if there are any."""

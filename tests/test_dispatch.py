@@ -1317,9 +1317,9 @@ def test_grouped_product_of_rows(name: str, device: str, grouped_products: list[
                 transposed = F.grouped_mm(b8.mT, a8.t(), offs=offs)
                 assert transposed.is_contiguous()  # as of torch
                 assert_near(transposed, want.mT)
-                half = torch._grouped_mm(a8, b8, offs, out_dtype=torch.float32)
-                assert half.dtype == torch.float32
-                assert_near(half, want)
+                wide = torch._grouped_mm(a8, b8, offs, out_dtype=torch.float32)
+                assert wide.dtype == torch.float32
+                assert_near(wide, want)
     assert {how for how, *_ in grouped_products} == {"rows"}
     assert len(grouped_products) == len(ROUTINGS) * 3 * 2 * 3
 

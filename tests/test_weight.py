@@ -443,7 +443,8 @@ def test_bias_is_added_in_every_recipe(recipe: Recipe) -> None:
     layer = wrapped(recipe=recipe)
     x = torch.randn(6, 32, dtype=BF16)
     y = F.linear(x, layer.weight, layer.bias)
-    assert_same_bytes(y, F.linear(x, layer.weight) + layer.bias)
+    assert_same_bytes(y, float8.linear(x, inner(layer), layer.bias, recipe=recipe))
+    assert (y != F.linear(x, layer.weight)).any(0).all()
     y.sum().backward()
     assert_same_bytes(layer.bias.grad, torch.full_like(layer.bias, 6))
 
@@ -515,17 +516,15 @@ def test_autocast_quantises_the_float32_weight() -> None:
     x = torch.randn(6, 32)
     w, bias = layer.weight, layer.bias
     with torch.autocast("cpu", dtype=BF16):
-        products = [
-            F.linear(x, w, bias),
-            x @ w.t() + bias.to(BF16),
-            torch.addmm(bias.to(BF16), x, w.t()),
-            (w @ x.t()).t() + bias.to(BF16),
-            torch.einsum("mk,nk->mn", x, w) + bias.to(BF16),
-        ]
-        expected = float8.linear(x, inner(layer), bias)
-    for y in products:
-        assert_same_bytes(y, expected)
-    products[0].sum().backward()
+        products = x @ w.t(), (w @ x.t()).t(), torch.einsum("mk,nk->mn", x, w)
+        y = F.linear(x, w, bias)
+        expected = float8.linear(x, inner(layer))
+        for product in products:
+            assert_same_bytes(product, expected)
+        assert_same_bytes(y, float8.linear(x, inner(layer), bias))
+        added = torch.addmm(bias.to(BF16), x, w.t())
+    assert_same_bytes(added, expected + bias.to(BF16))
+    y.sum().backward()
     assert w.grad.dtype == torch.float32
     assert error(lambda: layer(x.to(BF16)), ValueError).startswith("x is torch.bfloat16 and the we")
 
