@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ class Float8Weight(torch.Tensor):
         parts = () if copies is None or copies.made.has_changed() else copies.parts
         names = [f"copy{i}" for i, part in enumerate(parts) if part is not None]
         count = None if copies is None else len(parts)
-        if copies is not None and parts and copies.total is not None:
+        if parts and self.total is not None:
             names.append("total")
         return ["original", *names], (type(self), self.recipe, self.record, count, assumed_device())
 
@@ -358,15 +358,17 @@ def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
             return None
         parts = tuple(parts[i ^ 1] for i in range(len(parts)))
         turned = not turned
-    # A matrix of a stack whose matrices are one (stride 0) starts where the stack does: any of them
-    # has its copies, but not its gradient.
     step = int(whole.stride(0))
     e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), step or 1)
     if rest or not 0 <= e < (len(whole) if lead else 1):
         return None
-    parts, e = (tuple(_matrix(part, e) for part in parts), e) if lead else (parts, w.copies.matrix)
-    total = w.copies.total if step or not lead else None
-    return Copies(w.copies.made, parts, total, turned, e)
+    copies = replace(w.copies, parts=parts, turned=turned)
+    if lead:
+        copies.parts, copies.matrix = tuple(_matrix(part, e) for part in parts), e
+        # A matrix of a stack whose matrices are one (stride 0) starts where the stack does: any of
+        # them has its copies, but not its gradient.
+        copies.total = copies.total if step else None
+    return copies
 
 
 def _matrix(stack: Float8TrainingTensor | None, e: int) -> Float8TrainingTensor | None:
