@@ -362,7 +362,7 @@ def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
     e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), step or 1)
     if rest or not 0 <= e < (len(whole) if lead else 1):
         return None
-    copies = replace(w.copies, parts=parts, turned=turned)
+    copies: Copies = replace(w.copies, parts=parts, turned=turned)
     if lead:
         copies.parts, copies.matrix = tuple(_matrix(part, e) for part in parts), e
         # A matrix of a stack whose matrices are one (stride 0) starts where the stack does: any of

@@ -464,7 +464,7 @@ def grouped_wgrad_add_(
 
 
 def _fake_grouped_wgrad_add_(out: Tensor, *arguments: Any) -> None:
-    _check_columns(GroupedProduct(*arguments[:7], out.dtype, *arguments[7:], out))
+    _check_columns(GroupedProduct._make((*arguments[:7], out.dtype, *arguments[7:], out)))
 
 
 # -------------------------------------------------------------------------------- high precision

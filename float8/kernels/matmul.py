@@ -625,7 +625,7 @@ def _fake_scaled_mm(*arguments: Any) -> Tensor:
 
 
 def _fake_scaled_mm_add_(out: Tensor, *arguments: Any) -> None:
-    x = Product(*arguments[:6], out.dtype, *arguments[6:], out=out)
+    x = Product._make((*arguments[:6], out.dtype, *arguments[6:], None, out))
     _check(x)
     _check_scales(x)
 
