@@ -37,7 +37,7 @@ from .devices import OPS, DeviceProfile, assume_device, describe, device_profile
 from .dispatch.matmul import multiply
 from .formats import E8M0, FORMATS, Float8Format, format_of
 from .kernels import quantize as cast
-from .kernels.matmul import IMPLEMENTATIONS, RULES, Operand, native_mode, triton_refusal
+from .kernels.matmul import IMPLEMENTATIONS, Operand, preference, triton_refusal
 from .kernels.quantize import CastPlan
 from .recipe import RECIPES, Plan
 from .scaling import FULL, SCALE_MODES, Block, block_name, decode_scale, scale_dtype
@@ -349,13 +349,14 @@ def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int])
         for (gemm, shape), plan in zip(shapes.items(), recipe.plan(device), strict=True):
             entry: Report = {"recipe": recipe.name, "gemm": gemm, "shape": shape}
             if plan is None:
-                found.append({**entry, "impl": "high precision", "refusals": {}, "padded": False})
+                entry |= {"impl": "high precision", "order": (), "refusals": {}, "padded": False}
+                found.append(entry)
                 continue
             a, b = (Operand(p.dtype, p.block, scale_dtype(p.scale_mode)) for p in plan[:2])
             b = b._replace(block=b.block[::-1])
             answers = {name: refuse(row, a, b) for name, refuse in IMPLEMENTATIONS.items()}
             # What `select` answered, and would answer there.
-            order = RULES.get((row.arch, native_mode(a, b)), IMPLEMENTATIONS)
+            order = preference(row, a, b)
             impl = plan.impl if real else next(name for name in order if answers[name] is None)
             # Dequantised operands are padded nowhere, this library's kernels' in the contraction.
             sizes = {"torch": (), "torch_bf16": (), "hopper": shape[2:], "triton": shape[2:]}.get(
@@ -363,7 +364,8 @@ def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int])
             )
             padded = any(size % row.alignment for size in sizes)
             refusals = {name: reason for name, reason in answers.items() if reason is not None}
-            found.append({**entry, "impl": impl, "refusals": refusals, "padded": padded})
+            entry |= {"impl": impl, "order": order, "refusals": refusals, "padded": padded}
+            found.append(entry)
     return found
 
 
@@ -444,20 +446,29 @@ def _show_matmul(found: list[Report], alignment: int) -> list[str]:
     lines = [_paragraph("matmul", f"rows x columns x contraction: {text}")]
     lines.append(" " * 16 + f"{'recipe':20}" + "".join(f"{gemm:16}" for gemm in gemms).rstrip())
     refusals: dict[str, dict[str, str]] = {}
+    orders: dict[str, dict[str, str]] = {}
     for i in range(0, len(found), 3):
         cells = "".join(f"{entry['impl'] + '*' * entry['padded']:16}" for entry in found[i : i + 3])
         lines.append(" " * 16 + f"{found[i]['recipe']:20}" + cells.rstrip())
         for entry in found[i : i + 3]:
             for name, reason in entry["refusals"].items():
                 refusals.setdefault(f"{name}: {reason}", {})[entry["recipe"]] = ""
+            if entry["order"]:
+                names = ", ".join(entry["order"])
+                measured = "" if entry["order"] == tuple(IMPLEMENTATIONS) else ", as measured"
+                orders.setdefault(names + measured, {})[entry["recipe"]] = ""
     if any(entry["padded"] for entry in found):
         lines.append(_paragraph("", f"* padded inside: not all multiples of {alignment}"))
     everyone = len({entry["recipe"] for entry in found})
-    told = [
-        text if len(who) == everyone else f"{text} ({', '.join(who)})"
-        for text, who in refusals.items()
-    ]
-    return lines + _lines("refused", told)
+
+    def told(by: dict[str, dict[str, str]]) -> list[str]:
+        return [
+            text if len(who) == everyone else f"{text} ({', '.join(who)})"
+            for text, who in by.items()
+        ]
+
+    lines += _lines("chosen", [f"the first that takes it of {order}" for order in told(orders)])
+    return lines + _lines("refused", told(refusals))
 
 
 def _show_self_test(tested: Report) -> list[str]:

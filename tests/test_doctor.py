@@ -18,6 +18,7 @@ from float8 import devices, doctor, formats
 from float8.__main__ import main
 from float8.devices import OPS, assume_device, describe, device_profile
 from float8.formats import E4M3FN, E4M3FNUZ, E8M0, FORMATS
+from float8.kernels import matmul
 from float8.kernels import quantize as cast
 from float8.kernels.matmul import Operand, select
 from float8.recipe import RECIPES
@@ -238,7 +239,9 @@ def test_the_report_for_a_reader(no_self_test: None, monkeypatch: pytest.MonkeyP
     names = ("float8", "python", "torch", "cuda", "rocm", "triton")
     monkeypatch.setattr(doctor, "versions", lambda: dict.fromkeys(names))
     fast = {"fast": lambda profile, a, b: FAST[(a.block[1] == FULL, bool(profile.native))]}
-    monkeypatch.setattr(doctor, "IMPLEMENTATIONS", {**fast, "torch": lambda profile, a, b: None})
+    table = {**fast, "torch": lambda profile, a, b: None}
+    for module in (doctor, matmul):
+        monkeypatch.setattr(module, "IMPLEMENTATIONS", table)
     text = doctor.render(doctor.report(["gfx942"], (512, 100, 768)))
     assert max(map(len, text.splitlines())) < 100
     assert_expected_inline(
@@ -263,6 +266,7 @@ cpu
                 rowwise_wgrad_hp    torch           torch           high precision
                 blockwise           torch           torch           torch
                 mxfp8               torch           torch           torch
+  chosen        the first that takes it of fast, torch
   refused       fast: nothing is fast here.
   self-test     passed: 1 tables of codes (0.0 s)
 
@@ -285,6 +289,7 @@ gfx942 (assumed)
                 blockwise           torch           torch           torch
                 mxfp8               torch           torch           torch
                 * padded inside: not all multiples of 16
+  chosen        the first that takes it of fast, torch
   refused       fast: it multiplies whole rows. (blockwise, mxfp8)
   self-test     passed: 1 tables of codes (0.0 s)""",
     )
