@@ -1101,19 +1101,40 @@ def test_every_implementation_adds_alike(name: str, impl: str) -> None:
             assert relative_error(got, truth) <= allowed, (impl, m, k, n, dtype, other)
 
 
+def takers(name: str) -> list[str]:
+    """The implementations, but the reference, that take a mode on this GPU."""
+    profile, operands = float8.device_profile("cuda"), pair(NATIVE[name])
+    named = matmul.IMPLEMENTATIONS.items()
+    return [impl for impl, refuse in named if impl != "torch" and not refuse(profile, *operands)]
+
+
 @needs("fp8")
 @pytest.mark.parametrize("name", NATIVE)
 def test_nothing_unwritten_is_read(name: str) -> None:
-    device, blocks = torch.device("cuda"), NATIVE[name]
-    impl = select(device, *pair(blocks))
-    with deterministic():
+    for impl in takers(name):
         for m, k, n in ((1, 16, 1), (35, 129, 17), (129, 300, 130), (5, 0, 3)):
-            a, b = operands(m, k, n, blocks, (E4M3FN, E4M3FN), "cuda")
-            poison = torch.full((1 << 22,), 0x7F, dtype=torch.uint8, device=device)
+            a, b = operands(m, k, n, NATIVE[name], (E4M3FN, E4M3FN), "cuda")
+            poison = torch.full((1 << 22,), 0x7F, dtype=torch.uint8, device="cuda")
             del poison  # the allocator hands this memory to padded copies and outputs
-            first = multiply(a, b, torch.bfloat16, impl)
-            assert first.isfinite().all()
-            assert_same_bytes(first, multiply(a, b, torch.bfloat16, impl))
+            with deterministic():
+                first = multiply(a, b, torch.bfloat16, impl)
+                assert first.isfinite().all(), impl
+                assert_same_bytes(first, multiply(a, b, torch.bfloat16, impl))
+
+
+@needs("fp8")
+@pytest.mark.parametrize("name", NATIVE)
+def test_fifty_runs_beside_other_work_give_the_same_bytes(name: str) -> None:
+    a, b = operands(1000, 1040, 520, NATIVE[name], (E4M3FN, E4M3FN), "cuda")
+    noise, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for impl in takers(name):
+        first = multiply(a, b, torch.bfloat16, impl)
+        torch.cuda.synchronize()
+        for _ in range(50):
+            with torch.cuda.stream(beside):
+                noise @ noise
+            assert_same_bytes(multiply(a, b, torch.bfloat16, impl), first)
+        torch.cuda.synchronize()
 
 
 @needs("fp8")
