@@ -152,9 +152,10 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
             sharded; or ``accumulate`` is no such dtype, a weight has hooks on its gradient, or the
             model is in a DistributedDataParallel, which would see no gradient. Of one around the
             model the first forward that it runs tells.
-        RuntimeError: with ``accumulate``, an optimiser steps in the block; a backward did not ask
-            for a weight's gradient, which the end of the block tells where it can (products of
-            Inductor with single matrices of a stack leave no trace); or runs after the block.
+        RuntimeError: with ``accumulate``, an optimiser steps in the block; a backward does not ask
+            for a weight's gradient, which of compiled code only the end of the block tells, if no
+            whole backward followed (and of Inductor's products with single matrices of a stack
+            nothing does); or runs after the block.
         NotImplementedError: the block is entered in code that torch.compile traces.
     """
     totals = Totals(accumulate)

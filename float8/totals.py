@@ -7,7 +7,7 @@ Letters: N out features, K in features; M tokens.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ def give(g_w: Tensor, total: Tensor | None) -> Tensor | None:
     """A weight's gradient, as backward returns it: None where it is added to ``total`` instead."""
     if total is None:
         return g_w
+    _check_asked(total)
     total += g_w
     return None
 
@@ -43,9 +44,24 @@ def give_product(
     total lies as a product does."""
     last = plan.fast_accum, plan.impl
     if total is not None and total.is_contiguous():
+        _check_asked(total)
         add_(total, *args, *last)
         return None
     return give(op(*args, dtype if total is None else torch.float32, *last), total)
+
+
+def _check_asked(total: Tensor) -> None:
+    """Raise RuntimeError in a backward that is not to give the gradient which is about to be added.
+    (Of compiled code only the end of the block can tell.)"""
+    of = getattr(total if total._base is None else total._base, "_total", None)
+    if of is None or of.node is None:  # compiled, or of a block that has ended
+        return
+    try:
+        asked = torch._C._will_engine_execute_node(of.node)
+    except RuntimeError:  # torch.autograd.grad of the weight, to which nothing could be returned
+        asked = False
+    if not asked:
+        _refuse_partial(of.weight)
 
 
 class _Total:
@@ -58,6 +74,7 @@ class _Total:
         hook = self.node.register_prehook(self.see)
         # Whoever holds the node for good would hold the sums of all blocks.
         self.sum = weakref.ref(total, lambda _: hook.remove())
+        total._total = self  # type: ignore[attr-defined]
 
     def see(self, gradients: Any) -> None:
         total = self.sum()
@@ -128,12 +145,7 @@ class Totals:
     def check_end(self) -> None:
         for of, total in self.of.values():
             if of.version != total._version:
-                raise RuntimeError(
-                    "a backward inside of float8.cached_weights(accumulate=...) went past a weight "
-                    f"(shape {tuple(total.shape)}) whose gradient was not asked for, as "
-                    "torch.autograd.grad and backward(inputs=...) do, and was added up with the "
-                    "others; leave accumulate out"
-                )
+                _refuse_partial(of.weight)
 
     def close(self) -> None:
         for of, total in self.of.values():
@@ -157,4 +169,12 @@ def _refuse_ddp() -> None:
     raise ValueError(
         "DistributedDataParallel averages gradients as autograd gets them, which accumulate= keeps "
         "from it; leave accumulate out"
+    )
+
+
+def _refuse_partial(weight: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "a backward inside of float8.cached_weights(accumulate=...) went past a weight (shape "
+        f"{tuple(weight.shape)}) whose gradient was not asked for, as torch.autograd.grad and "
+        "backward(inputs=...) do, and would be a part of the sum; leave accumulate out"
     )

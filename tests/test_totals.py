@@ -370,6 +370,25 @@ def test_matrices_that_share_memory_have_gradients_of_their_own(form: str) -> No
     assert relative_error(got, expected) < 2.0**-20
 
 
+@pytest.mark.parametrize("name", ["one by one mT", "layers"])
+def test_a_backward_for_less_than_weights_is_refused_at_once(name: str) -> None:
+    """Although a whole one follows."""
+    model, ((x, g), more) = build(name), batches(2)
+    leaf = x.clone().requires_grad_()
+    weight = next(p for p in model.parameters() if p.ndim > 1)
+    for inputs in ([leaf], [weight]):
+        with pytest.raises(RuntimeError, match="whose gradient was not asked for"), block(model):
+            torch.autograd.grad(model(leaf)[:, :64], inputs, g)
+            backward(model, *more)
+    if name == "one by one mT":
+        with pytest.raises(RuntimeError, match="whose gradient was not asked for"), block(model):
+            F.linear(x, model.w[0].detach().requires_grad_()).sum().backward()
+            backward(model, *more)
+    assert all(p.grad is None for p in model.parameters())
+    got = grads(model, [(leaf, g), more], FP32)  # what is asked for with all weights is well
+    assert leaf.grad is not None and all(p is not None for p in got)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -420,8 +439,8 @@ accumulate=torch.float64 must be one of torch.bfloat16, torch.float16, torch.flo
 Layer 'w' has a weight with hooks on its gradient, which accumulate= keeps from autograd until the end of the block; leave accumulate out
 Layer 'w' has a weight with hooks on its gradient, which accumulate= keeps from autograd until the end of the block; leave accumulate out
 an optimiser stepped inside of float8.cached_weights(accumulate=...), whose end is what puts gradients into .grad; leave the block before the step
-a backward inside of float8.cached_weights(accumulate=...) went past a weight (shape (64, 64)) whose gradient was not asked for, as torch.autograd.grad and backward(inputs=...) do, and was added up with the others; leave accumulate out
-a backward inside of float8.cached_weights(accumulate=...) went past a weight (shape (64, 64)) whose gradient was not asked for, as torch.autograd.grad and backward(inputs=...) do, and was added up with the others; leave accumulate out
+a backward inside of float8.cached_weights(accumulate=...) went past a weight (shape (4, 80, 64)) whose gradient was not asked for, as torch.autograd.grad and backward(inputs=...) do, and would be a part of the sum; leave accumulate out
+a backward inside of float8.cached_weights(accumulate=...) went past a weight (shape (4, 80, 64)) whose gradient was not asked for, as torch.autograd.grad and backward(inputs=...) do, and would be a part of the sum; leave accumulate out
 DistributedDataParallel averages gradients as autograd gets them, which accumulate= keeps from it; leave accumulate out
 DistributedDataParallel averages gradients as autograd gets them, which accumulate= keeps from it; leave accumulate out""",  # noqa: E501
     )
