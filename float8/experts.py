@@ -63,7 +63,7 @@ class _SwigluExperts(torch.autograd.Function):
         offs: Tensor,
         down_EFD: Tensor,
         rules: Rules,
-        cached: Sequence[Cached],  # FP8 copies of w_down, then of each of ``into``
+        cached: Sequence[Cached],  # of w_down, then of each of ``into``
         *into: Tensor,  # gate and up [E, D, F], or both in one [E, D, 2 F]
     ) -> Tensor:
         dtype, (forward, dgrad, wgrad, save_weights) = x_TD.dtype, rules
@@ -97,8 +97,10 @@ class _SwigluExperts(torch.autograd.Function):
             *(products if into_hidden else ()),
         )
         ctx.rules, ctx.dtype = rules, dtype
-        ctx.w_dtypes = down_EFD.dtype, *(w.dtype for w in into)
-        ctx.totals = [total for _, _, total in cached]
+        # Of each weight's gradient, the dtype and what it is added to.
+        ctx.gradients = [
+            (w.dtype, total) for w, (_, _, total) in zip((down_EFD, *into), cached, strict=True)
+        ]
         return y_TD
 
     @staticmethod
@@ -118,7 +120,7 @@ class _SwigluExperts(torch.autograd.Function):
             gy_TD, offs, dgrad.a if into_hidden else None, wgrad.a if needs_down else None
         )
         if needs_down:
-            g_down = multiply_columns(gy_t, h_t, wgrad, ctx.w_dtypes[0], ctx.totals[0])
+            g_down = multiply_columns(gy_t, h_t, wgrad, *ctx.gradients[0])
         del gy_t  # in eager code memory is free when nothing here names it any more
         if into_hidden:
             gh_TF = multiply_rows(gy, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
@@ -137,8 +139,7 @@ class _SwigluExperts(torch.autograd.Function):
             del g_rows
             for i, g_t in enumerate(g_columns):
                 if needs_into[i]:
-                    dtype, total = ctx.w_dtypes[1 + i], ctx.totals[1 + i]
-                    g_into[i] = multiply_columns(g_t, x_t, wgrad, dtype, total)
+                    g_into[i] = multiply_columns(g_t, x_t, wgrad, *ctx.gradients[1 + i])
         return g_x, None, g_down, None, None, *g_into
 
 

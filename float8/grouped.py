@@ -118,7 +118,7 @@ class _GroupedMM(torch.autograd.Function):
         offs: Tensor,
         plans: Plans,
         save_weight: bool,
-        *cached: Any,  # FP8 copies of w for forward and dgrad, or Nones
+        *cached: Any,  # what is Cached of w
     ) -> Tensor:
         dtype = x_TK.dtype
         needs_gx, needs_gw = ctx.needs_input_grad[:2]

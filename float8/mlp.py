@@ -111,7 +111,8 @@ class _SwigluMLP(torch.autograd.Function):
         )
         ctx.rules, ctx.dtype = rules, dtype
         # Of each weight's gradient, the dtype and what it is added to.
-        ctx.into = [*zip((w.dtype for w in (gate_FD, up_FD, down_DF)), cached[2::3], strict=True)]
+        weights = gate_FD, up_FD, down_DF
+        ctx.gradients = [*zip((w.dtype for w in weights), cached[2::3], strict=True)]
         return y_MD
 
     @staticmethod
@@ -128,7 +129,7 @@ class _SwigluMLP(torch.autograd.Function):
             gy_MD, dgrad.a if into_hidden else None, wgrad.a if needs[4] else None
         )
         if needs[4]:
-            g_down = multiply_gradient(gy_t, h_t, wgrad, *ctx.into[2])
+            g_down = multiply_gradient(gy_t, h_t, wgrad, *ctx.gradients[2])
         del gy_t  # in eager code memory is free when nothing here names it any more
         if into_hidden:
             gh_MF = multiply_parts(gy, weight_for_dgrad(weights[2], dgrad), dgrad, dtype)
@@ -149,9 +150,9 @@ class _SwigluMLP(torch.autograd.Function):
                 del w, part
             del g
             if needs[2]:
-                g_gate = multiply_gradient((g_t[0], g_t_scale[0]), z_t, wgrad, *ctx.into[0])
+                g_gate = multiply_gradient((g_t[0], g_t_scale[0]), z_t, wgrad, *ctx.gradients[0])
             if needs[3]:
-                g_up = multiply_gradient((g_t[1], g_t_scale[1]), z_t, wgrad, *ctx.into[1])
+                g_up = multiply_gradient((g_t[1], g_t_scale[1]), z_t, wgrad, *ctx.gradients[1])
             if g_x is not None and x_MD is not None:
                 g_x, g_norm = rms_norm_backward(g_x, x_MD, rstd_M, norm_D)
         return g_x, g_norm, g_gate, g_up, g_down, *[None] * 10
