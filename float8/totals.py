@@ -100,7 +100,8 @@ class _Total:
             grad += total
         else:  # a sparse one, that of a tied embedding, is only added to a dense one
             total = total if grad is None else total + grad
-            weight.grad = total.to(weight.dtype).data  # which counts its own versions
+            dtype = weight.grad_dtype or weight.dtype
+            weight.grad = total.to(dtype).data  # which counts its own versions
 
 
 class Totals:

@@ -332,6 +332,20 @@ def test_inference_mode_makes_no_sums() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@each
+def test_gradients_of_another_dtype_than_weights(name: str) -> None:
+    """``grad_dtype`` is what ``.grad`` is to be in; None leaves it open."""
+    model, micro = build(name), batches(2)
+    rounded = grads(model, micro, FP32)
+    for dtype in (FP32, None):
+        model.zero_grad()
+        for p in model.parameters():
+            p.grad_dtype = dtype
+        for got, expected in zip(grads(model, micro, FP32), rounded, strict=True):
+            assert got.dtype == (dtype or BF16)
+            assert_same_bytes(got.to(BF16), expected)
+
+
 def test_a_table_with_sparse_gradients_is_tied() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
