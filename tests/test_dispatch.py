@@ -1604,6 +1604,10 @@ def test_grouped_products_that_do_not_exist() -> None:
         """offs is torch.int32 of shape (1,); it must be torch.int32 of shape (2,), with where each group ends""",  # noqa: E501
     )
     assert_expected_inline(
+        refusal(lambda: F.grouped_mm(x8, w8.dequantize()[:0], offs=offs[:0]), ValueError),
+        """offs is torch.int32 of shape (0,); it must be torch.int32 of shape (at least 1,), with where each group ends""",  # noqa: E501
+    )
+    assert_expected_inline(
         refusal(lambda: F.grouped_mm(x8, w8, offs=offs.to("meta")), ValueError),
         """operands are on cpu and cpu and meta; move them to one device""",
     )

@@ -301,7 +301,7 @@ def check_offs(offs: Tensor, groups: int | None = None) -> None:
     if offs.dtype != torch.int32 or not fits:
         raise ValueError(
             f"offs is {offs.dtype} of shape {tuple(offs.shape)}; it must be torch.int32 of shape "
-            f"({'groups' if groups is None else groups},), with where each group ends"
+            f"({groups or 'at least 1'},), with where each group ends"
         )
 
 
