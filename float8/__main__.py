@@ -1,8 +1,8 @@
 """float8 on the command line: what devices are, whether they compute rightly, recorded losses.
 
-    python -m float8 doctor       every device here: formats, what is native, a self-test
-    python -m float8 support      the table of known architectures, as Markdown
-    python -m float8 baseline     compares training losses with the recorded ones (in a checkout)
+    python -m float8 doctor              every device here: formats, what is native, a self-test
+    python -m float8 support             the table of known architectures, as Markdown
+    python -m float8 baseline --check    compares training losses with the recorded ones, in a checkout
 
 Exit status: 0; 1 where a self-test failed or a loss differs; 2, with a sentence, for bad arguments.
 """

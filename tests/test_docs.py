@@ -73,6 +73,7 @@ class Block(NamedTuple):
 
 _COMMENT = re.compile(r"<!-- (test|skip):(.*?)-->", re.DOTALL)
 _FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BESIDE = re.compile(r"(import torch {4,})import torch$", re.MULTILINE)
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -89,7 +90,7 @@ def blocks(text: str) -> Iterator[Block]:
             skip = True
         elif kind == "test":
             yield Block(line, body.strip() + "\n", None)
-        elif kind == "python" and not skip:
+        elif (kind == "python" or _BESIDE.match(body)) and not skip:
             after = found[i + 1] if i + 1 < len(found) else None
             follows = after is not None and after.group(1) == "text"
             adjoins = follows and not text[match.end() : after.start()].strip()  # type: ignore[union-attr]
@@ -99,8 +100,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 def columns(code: str) -> list[str]:
     """Code as it is; or, where a block shows two programs side by side, the two."""
-    lines = code.splitlines()
-    beside = re.match(r"(import torch {4,})import torch$", lines[0])
+    beside, lines = _BESIDE.match(code), code.splitlines()
     if beside is None:
         return [code]
     at = beside.end(1)
