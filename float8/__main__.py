@@ -2,7 +2,7 @@
 
     python -m float8 doctor              every device here: formats, what is native, a self-test
     python -m float8 support             the table of known architectures, as Markdown
-    python -m float8 baseline --check    compares training losses with the recorded ones, in a checkout
+    python -m float8 baseline --check    in a checkout: training losses beside the recorded ones
 
 Exit status: 0; 1 where a self-test failed or a loss differs; 2, with a sentence, for bad arguments.
 """

@@ -3,8 +3,8 @@
 ``python -m float8 baseline --check`` compares, ``--update NAME`` records. A baseline is
 tests/baselines/<name>.json: the losses of 100 steps of a training example (examples/train_gpt.py;
 examples/train_moe.py, where the name starts with moe) for bf16, and for each recipe in FN and in
-FNUZ arithmetic (as on gfx942), with the settings and with what computed them. They run on a CPU with one thread, on a text that is
-made here, so that nothing but arithmetic can move them.
+FNUZ arithmetic (as on gfx942), with the settings and with what computed them. They run on a CPU
+with one thread, on a text that is made here, so that nothing but arithmetic can move them.
 
 A check is **bit for bit** where plain torch computes here as it did there: the same torch version,
 the same ``torch.backends.cpu.get_cpu_capability()``, and the same `arithmetic` (what the CPU model,
