@@ -158,6 +158,11 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
             nothing does); or runs after the block.
         NotImplementedError: the block is entered in code that torch.compile traces.
     """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "float8.cached_weights is entered in code that torch.compile traces; enter it outside, "
+            "and call compiled code inside of the block"
+        )
     totals = Totals(accumulate)
     layers, weights = _find(model, totals)
     records = [w.record for w in weights]
@@ -192,11 +197,6 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
 
 def _find(model: nn.Module, totals: Totals) -> tuple[list[Float8Linear], list[Float8Weight]]:
     """What is to have copies; raises unless all of it can."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "float8.cached_weights is entered in code that torch.compile traces; enter it outside, "
-            "and call compiled code inside of the block"
-        )
     check_module(model, "cached_weights")
     totals.check_model(model)
     layers = [(n, m, m.weight) for n, m in model.named_modules() if isinstance(m, Float8Linear)]

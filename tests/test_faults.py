@@ -267,7 +267,7 @@ def test_no_kernel_transposes_bytes() -> None:
         for call in ast.walk(kernel)
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ("tl.trans", "tl.permute")
     ]
-    wide = ("pack(", "tl.reshape(acc,")
+    wide = ("pack(", "tl.reshape(v,")
     assert transposed and all(t.startswith(wide) for t in transposed), transposed
 
 

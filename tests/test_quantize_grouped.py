@@ -522,8 +522,8 @@ def test_machine_code(target: str) -> None:
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["scratch"] == kernel["fences"] == kernel["stack_pointer_reads"] == 0, kernel
-        # What ptxas puts aside for sm_120 is a few values of the tile of a 1x128 pair.
-        few = target == "sm_120" and (kernel["kind"], kernel["layouts"]) == ("block", "dual")
+        # What ptxas puts aside for Blackwell is a few values of the tile of a 1x128 pair.
+        few = target.startswith("sm_1") and (kernel["kind"], kernel["layouts"]) == ("block", "dual")
         assert kernel["spills"] <= (8 if few else 0), kernel
         # Of the amax that all rows share.
         of_all = kernel["kernel"] == "group_amax_kernel" and kernel["kind"] == "tensor"
