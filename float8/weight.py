@@ -435,21 +435,28 @@ class _Weight(torch.autograd.Function):
 
 
 def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., K] x [N, K] -> [..., N] or [B, M, K] x [B, N, K] -> [B, M, N]: every product's core."""
+    """[..., K] x [N, K] -> [..., N], or [B, M, K] x [B, N, K] -> [B * M, N]."""
     if isinstance(x, Float8Weight):
         raise NotImplementedError(
             "both operands are Float8Weights, and an FP8 product has one; multiply .plain() of them"
         )
     assert isinstance(w, Float8Weight)
-    recipe, plans, plain = w.recipe, w.recipe.plan(x.device), w.plain()
-    note(w, plans)
     if w.ndim == 2:
-        return run_linear(x, plain, bias, recipe, plans, cached_copies(w))
-    if x.shape[0] == 0:
-        return torch.bmm(x, plain.mT)  # nothing to multiply
-    each = map(cached_copies, w.unbind()) if has_copies(w) else [NOT_CACHED] * len(w)
-    matrices = zip(x.unbind(), plain.unbind(), each, strict=True)
-    return torch.stack([run_linear(x, w, None, recipe, plans, copies) for x, w, copies in matrices])
+        plans = w.recipe.plan(x.device)
+        note(w, plans)
+        return run_linear(x, w.plain(), bias, w.recipe, plans, cached_copies(w))
+    if len(w) == 0 or isinstance(x, Float8TrainingTensor):
+        return torch.bmm(x, w.plain().mT).flatten(0, 1)
+    ends = torch.arange(1, len(w) + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+    return _times_groups(x.flatten(0, 1), w, ends)
+
+
+def _times_groups(x_TK: Tensor, w_BNK: Float8Weight, offs: Tensor) -> Tensor:
+    """Rows of x, which end where offs says, each with its matrix: [T, N]."""
+    plans = grouped_plans(w_BNK.recipe, x_TK.device)
+    note(w_BNK, plans)
+    w_BKN, copies = w_BNK.plain().mT, cached_copies(w_BNK)
+    return run_grouped_mm(x_TK, w_BKN, offs, w_BNK.recipe, plans, copies)
 
 
 def cached_copies(w_NK: Any) -> Cached:
@@ -599,10 +606,7 @@ def _grouped(
             "each expert end; or, without offs, [E, M, K] and [E, K, N]"
         )
     else:
-        plans = grouped_plans(mat2.recipe, input.device)
-        note(mat2, plans)
-        copies = cached_copies(mat2.mT)
-        y = run_grouped_mm(input, mat2.plain(), offs, mat2.recipe, plans, copies)
+        y = _times_groups(input, mat2.mT, offs)
     if out_dtype not in (None, y.dtype):
         raise NotImplementedError(
             f"grouped_mm with a Float8Weight makes {y.dtype} here, and out_dtype={out_dtype} is "

@@ -14,6 +14,7 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from recorders import Ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -436,6 +437,63 @@ def test_grouped_mm_under_autocast_and_without_gradients() -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert_same_bytes(layer(x), float8.grouped_mm(x, inner(layer).mT, ends(2, 4)))
+
+
+# Stacks as parameters hold them, and how they are multiplied by x [3, C, 40] to [3, C, 48].
+STACKS: dict[str, tuple[Multiply, tuple[int, ...]]] = {
+    "bmm": (torch.bmm, BKN),
+    "bmm mT": (lambda x, w: torch.bmm(x, w.mT), BNK),
+    "@": (torch.matmul, BKN),
+    "w first": (lambda x, w: (w @ x.mT).mT, BNK),
+    "w first, mT": (lambda x, w: w.mT.bmm(x.mT).mT, BKN),
+    "einsum": (lambda x, w: torch.einsum("bmk,bnk->bmn", x, w), BNK),
+    "grouped_mm": (lambda x, w: F.grouped_mm(x, w.mT), BNK),
+    "baddbmm": (lambda x, w: torch.baddbmm(x.new_zeros(48), x, w), BKN),
+}
+
+
+@NAMED
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_is_one_grouped_product(name: str, recipe: Recipe, device: str) -> None:
+    """That of groups of equal size, to the bit, for any number of rows; and with scales within rows
+    a linear for each matrix, up to the zeros of a group's columns that wgrad adds."""
+    f, shape = STACKS[name]
+    layer = wrapped(f, recipe, shape=shape, device=device)
+    plain = inner(layer).clone().requires_grad_()
+    turned = shape == BKN
+
+    def grouped(x: Tensor, w: Tensor) -> Tensor:
+        offs = ends(*[x.shape[1]] * 3).to(device)
+        y = float8.grouped_mm(x.flatten(0, 1), w if turned else w.mT, offs, recipe=recipe)
+        return y.view(3, -1, 48)
+
+    def linears(x: Tensor, w: Tensor) -> Tensor:
+        by = lambda a, b: float8.linear(a, b, recipe=recipe)  # noqa: E731
+        rows = F.pad(x, (0, 0, 0, -x.shape[1] % 128))
+        return each(rows, w.mT if turned else w, by)[:, : x.shape[1]]
+
+    for count in (0, 1, 5, 131):
+        x = torch.randn(3, count, 40, dtype=BF16, device=device)
+        with Ops() as ops:
+            got = step(f, x, layer.weight)
+        products = {op: n for op, n in ops.seen.items() if "mm" in op or "wgrad" in op}
+        hp = recipe.wgrad is None
+        assert products == {"grouped_mm": 2, "grouped_mm_hp" if hp else "grouped_wgrad": 1}
+        for ours, same in zip(got, step(grouped, x, plain, got[-1]), strict=True):
+            assert_same_bytes(ours, same)
+        if recipe == TENSORWISE or (device == "cuda" and recipe == MXFP8):
+            continue  # one scale for all rows; other kernels multiply for a linear layer
+        for ours, same in zip(got, step(linears, x, plain, got[-1]), strict=True):
+            assert_same_bytes(ours, same)
+
+
+def test_an_fp8_stack_times_a_stack() -> None:
+    """Multiplies as it is, as float8.linear takes it."""
+    w = Float8Weight(torch.randn(BKN))
+    x8 = float8.quantize(torch.randn(BMK), block=(1, 1, float8.FULL))
+    expected = each(x8, w.original.mT, lambda a, b: float8.linear(a, b))
+    assert_same_bytes(torch.bmm(x8, w), expected)
 
 
 @NAMED
@@ -1320,6 +1378,7 @@ COMPILED: dict[str, Multiply] = {
     "cast": lambda x, w: F.linear(x.float(), w.float()),
     "chunks": lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
     "experts": lambda x, w: torch.einsum("mk,enk->men", x, w.view(2, 32, 32)),
+    "bmm": lambda x, w: torch.bmm(x.unflatten(0, (2, -1)), w.view(2, 32, 32).mT),
     "grouped_mm": lambda x, w: F.grouped_mm(
         x, w.view(2, 32, 32).transpose(-2, -1), offs=torch.tensor([2, 6], dtype=torch.int32)
     ),
@@ -1425,6 +1484,15 @@ def test_compiled_for_any_number_of_tokens(dynamic: bool | None) -> None:
     for tokens in (8, 12, 20, 33):
         check_compiled(layer, torch.randn(tokens, 32, dtype=BF16), call)
     assert count.frame_count == (1 if dynamic else 2)
+
+
+def test_compiled_stack_of_any_number_of_rows() -> None:
+    """One graph, with the ends of groups in it, and nothing that waits for the device."""
+    layer, count = wrapped(lambda x, w: torch.bmm(x, w.mT), shape=BNK), counter()
+    call = torch.compile(layer, backend=count, fullgraph=True, dynamic=True)
+    for rows in (6, 17, 128, 3):
+        check_compiled(layer, torch.randn(3, rows, 40, dtype=BF16), call)
+    assert count.frame_count == 1
 
 
 def test_compiled_once_for_equal_layers_and_once_per_setting() -> None:
