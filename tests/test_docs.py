@@ -240,7 +240,7 @@ def sites(module: str) -> Iterator[tuple[int, int, str]]:
         raises = isinstance(node, ast.Raise) and node.exc is not None
         calls = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         name = getattr(node.value.func, "id", "") if calls else ""  # type: ignore[attr-defined]
-        if raises or name in ("refuse", "_misfit"):
+        if raises or name in ("refuse", "misfit"):
             assert node.end_lineno is not None  # type: ignore[attr-defined]
             yield node.lineno, node.end_lineno, ast.get_source_segment(source, node) or ""  # type: ignore[attr-defined]
 

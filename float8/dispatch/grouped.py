@@ -23,7 +23,7 @@ from ..kernels.quantize import check_devices
 from ..kernels.quantize_grouped import GROUP_ALIGN
 from ..scaling import FULL, Block, as_bytes, scale_layout
 from ..tensor import Float8TrainingTensor
-from .matmul import _both_fp8, _misfit, _plain, operand
+from .matmul import both_fp8, misfit, operand, plain
 from .table import Op, implements
 
 Part = tuple[Tensor, Tensor, Block]  # data, scale, block
@@ -43,15 +43,15 @@ def grouped_mm(
     dims, dtype = (a.ndim, b.ndim), out_dtype or a.dtype
     if not {*dims} <= {2, 3} or (offs is None) != (dims == (3, 3)) or a.shape[-1] != b.shape[-2]:
         needed = "(T, K) and (G, K, N), (N, T) and (T, K) or (G, N, K) and (K, T), with offs"
-        _misfit(op, a, b, f"{needed}; or without, (G, T, K) and (G, K, N)")
+        misfit(op, a, b, f"{needed}; or without, (G, T, K) and (G, K, N)")
     if offs is None:
         return torch.bmm(a, b).to(dtype)
     if a.ndim == 3:
         return grouped_mm(op, b.mT, a.mT, offs, None, out_dtype).mT.contiguous()
     check_offs(offs, b.shape[0] if b.ndim == 3 else None)
     check_devices(a, b, offs)
-    if (pair := _both_fp8(op, *_matchable(a, b, offs))) is None:
-        product: Tensor = torch.ops.float8.grouped_mm_hp(_plain(a), _plain(b), offs)
+    if (pair := both_fp8(op, *_matchable(a, b, offs))) is None:
+        product: Tensor = torch.ops.float8.grouped_mm_hp(plain(a), plain(b), offs)
         return product.to(dtype)
     if (error := contraction_error(operand(pair[0]), operand(pair[1]), a.shape[1])) is not None:
         raise ValueError(f"{op} of shapes {tuple(a.shape)} and {tuple(b.shape)}: {error}")
@@ -59,7 +59,7 @@ def grouped_mm(
 
 
 def _matchable(a: Tensor, b: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands as ``_both_fp8`` is to see them: of as many dimensions, if b is to be cast; and
+    """The operands as ``both_fp8`` is to see them: of as many dimensions, if b is to be cast; and
     what is to be cast without tokens of no group, which must not decide about others' scales."""
     a_fp8, b_fp8 = (isinstance(x, Float8TrainingTensor) for x in (a, b))
     if b.ndim == 3 and a_fp8:
@@ -102,9 +102,14 @@ def _multiply_columns(
     b = _columns(b_TK.qdata.t(), b_TK.scale.t(), (b_TK.block[1], inner), token, held, len(offs))
     right = _operand(b[0], b[1], b[2][::-1])
     impl = select(offs.device, _operand(*a), right, table=WGRAD_IMPLEMENTATIONS)
-    out: Tensor = torch.ops.float8.grouped_wgrad(
-        a[0], b[0], a[1], b[1], ends, a[2], b[2], dtype, False, impl
-    )
+    args = a[0], b[0], a[1], b[1], ends, a[2], b[2], dtype, False, impl
+    try:
+        out: Tensor = torch.ops.float8.grouped_wgrad(*args)
+    except ValueError as error:  # the reference has looked into ends, which no caller knows
+        raise ValueError(
+            f"offs holds {offs.tolist()}; it must hold where each group ends: never less than the "
+            f"one before, and between 0 and {a_NT.shape[1]}"
+        ) from error
     return out
 
 

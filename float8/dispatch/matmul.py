@@ -54,10 +54,10 @@ def mm(
     op: Op, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, bias: Tensor | None = None
 ) -> Tensor:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        _misfit(op, a, b, "(M, K) and (K, N)")
-    if (pair := _both_fp8(op, a, b)) is not None:
+        misfit(op, a, b, "(M, K) and (K, N)")
+    if (pair := both_fp8(op, a, b)) is not None:
         return multiply(*pair, _choose(op, *pair), out_dtype=out_dtype, bias=bias)
-    product = _plain(a) @ _plain(b)
+    product = plain(a) @ plain(b)
     product = product if bias is None else product + bias
     return product if out_dtype is None else product.to(out_dtype)
 
@@ -65,9 +65,9 @@ def mm(
 @implements(aten.bmm.default)
 def bmm(op: Op, a: Tensor, b: Tensor) -> Tensor:
     if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
-        _misfit(op, a, b, "(B, M, K) and (B, K, N)")
-    if (pair := _both_fp8(op, a, b)) is None:
-        return _plain(a) @ _plain(b)
+        misfit(op, a, b, "(B, M, K) and (B, K, N)")
+    if (pair := both_fp8(op, a, b)) is None:
+        return plain(a) @ plain(b)
     impl = _choose(op, *pair)
     matrices = zip(*(aten.unbind.int(batch) for batch in pair), strict=True)
     out = [multiply(a_MK, b_KN, impl) for a_MK, b_KN in matrices]
@@ -82,10 +82,10 @@ def addmm(
         raise ValueError(f"{op}: bias, a and b are {bias.dtype}, {a.dtype} and {b.dtype}; {_CAST}")
     fp8 = Float8TrainingTensor in (type(a), type(b))
     if fp8 and a.ndim == 2 and beta == alpha == 1 and bias.shape == b.shape[1:]:
-        return mm(aten.mm.default, a, b, bias=_plain(bias))
+        return mm(aten.mm.default, a, b, bias=plain(bias))
     product = a @ b  # through the table again, or plain
     product = product if alpha == 1 else product * alpha
-    bias = _plain(bias).expand(product.shape)
+    bias = plain(bias).expand(product.shape)
     return product if beta == 0 else torch.add(product, bias, alpha=beta)
 
 
@@ -102,12 +102,12 @@ def dot(op: Op, a: Tensor, b: Tensor) -> Tensor:
 _CAST = "bring them to one dtype with .to()"
 
 
-def _misfit(op: Op, a: Tensor, b: Tensor, needed: str) -> NoReturn:
+def misfit(op: Op, a: Tensor, b: Tensor, needed: str) -> NoReturn:
     shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
     raise ValueError(f"{op}: shapes {shapes} do not multiply; needed {needed}")
 
 
-def _plain(x: Tensor) -> Tensor:
+def plain(x: Tensor) -> Tensor:
     return dequantize_parts(x) if isinstance(x, Float8TrainingTensor) else x
 
 
@@ -118,7 +118,7 @@ def _choose(op: Op, a: Float8TrainingTensor, b: Float8TrainingTensor) -> str:
     return select(a.device, *operands)
 
 
-def _both_fp8(
+def both_fp8(
     op: Op, a: Tensor, b: Tensor
 ) -> tuple[Float8TrainingTensor, Float8TrainingTensor] | None:
     """Both operands in FP8: a high-precision one is quantised to match the other where the
