@@ -6,7 +6,9 @@ Letters: N out features, K in features; M tokens.
 
 from __future__ import annotations
 
+import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -23,8 +25,8 @@ def give(g_w: Tensor, total: Tensor | None) -> Tensor | None:
     """A weight's gradient, as backward returns it: None where it is added to ``total`` instead."""
     if total is None:
         return g_w
-    _check_asked(total)
-    total += g_w
+    with _adding(total):
+        total += g_w
     return None
 
 
@@ -44,24 +46,27 @@ def give_product(
     total lies as a product does."""
     last = plan.fast_accum, plan.impl
     if total is not None and total.is_contiguous():
-        _check_asked(total)
-        add_(total, *args, *last)
+        with _adding(total):
+            add_(total, *args, *last)
         return None
     return give(op(*args, dtype if total is None else torch.float32, *last), total)
 
 
-def _check_asked(total: Tensor) -> None:
-    """Raise RuntimeError in a backward that is not to give the gradient which is about to be added.
+def _adding(total: Tensor) -> AbstractContextManager[Any]:
+    """What to add to a total in: on a CPU each thread that calls backward adds by itself.
+
+    Raises RuntimeError in a backward that is not to give the gradient which is about to be added.
     (Of compiled code only the end of the block can tell.)"""
     of = getattr(total if total._base is None else total._base, "_total", None)
     if of is None or of.node is None:  # compiled, or of a block that has ended
-        return
+        return nullcontext()
     try:
         asked = torch._C._will_engine_execute_node(of.node)
     except RuntimeError:  # torch.autograd.grad of the weight, to which nothing could be returned
         asked = False
     if not asked:
         _refuse_partial(of.weight)
+    return of.lock  # type: ignore[no-any-return]
 
 
 class _Total:
@@ -70,11 +75,11 @@ class _Total:
 
     def __init__(self, weight: Tensor, total: Tensor) -> None:
         self.weight, self.passed, self.closed, self.version = weight, False, False, 0
+        self.lock = threading.Lock()
         self.node: Any = get_gradient_edge(weight).node  # held, as autograd would make another
         hook = self.node.register_prehook(self.see)
         # Whoever holds the node for good would hold the sums of all blocks.
         self.sum = weakref.ref(total, lambda _: hook.remove())
-        total._total = self  # type: ignore[attr-defined]
 
     def see(self, gradients: Any) -> None:
         total = self.sum()
@@ -85,7 +90,8 @@ class _Total:
                 "a backward after the block of float8.cached_weights(accumulate=...) in which its "
                 "forward ran adds to sums that are in .grad already; run it inside of the block"
             )
-        self.passed, self.version = True, total._version
+        with self.lock:
+            self.passed, self.version = True, total._version
 
     def close(self, total: Tensor) -> None:
         """Graphs may still wait, and hold the node. Compiled ones then see another version."""
@@ -113,16 +119,17 @@ class Totals:
                 f"accumulate={dtype} must be one of {names(HIGH_PRECISION)}, or None to leave "
                 "gradients to autograd"
             )
-        self.dtype, self.of = dtype, dict[int, tuple[_Total, Tensor]]()
+        self.dtype, self.of = dtype, dict[int, Any]()  # by the weight's id, with its _Total
 
     def begin(self, weight: Tensor) -> Tensor | None:
         """What gradients of the weight are to be added to."""
         if self.dtype is None or not weight.requires_grad or torch.is_inference_mode_enabled():
             return None
-        if id(weight) not in self.of:
+        total: Any = self.of.get(id(weight))
+        if total is None:
             total = torch.zeros(weight.shape, dtype=self.dtype, device=weight.device)
-            self.of[id(weight)] = _Total(weight, total), total
-        return self.of[id(weight)][1]
+            total._total, self.of[id(weight)] = _Total(weight, total), total
+        return total  # type: ignore[no-any-return]
 
     def check_model(self, model: nn.Module) -> None:
         if self.dtype is not None and any(isinstance(m, _DDP) for m in model.modules()):
@@ -144,20 +151,20 @@ class Totals:
             )
 
     def check_end(self) -> None:
-        for of, total in self.of.values():
-            if of.version != total._version:
-                _refuse_partial(of.weight)
+        for total in self.of.values():
+            if total._total.version != total._version:
+                _refuse_partial(total._total.weight)
 
     def close(self) -> None:
-        for of, total in self.of.values():
-            of.close(total)
+        for total in self.of.values():
+            total._total.close(total)
 
     @torch.no_grad()
     def give(self) -> None:
         """Put the sums into ``.grad``, one by one, so that each is free before the next."""
         while self.of:
-            of, total = self.of.popitem()[1]
-            of.give(total)
+            _, total = self.of.popitem()
+            total._total.give(total)
 
 
 def check_no_ddp() -> None:

@@ -6,6 +6,8 @@ Letters: as in test_compile.py, whose models these are: rows of 64, and matrices
 
 import contextlib
 import copy
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -382,6 +384,58 @@ def test_matrices_that_share_memory_have_gradients_of_their_own(form: str) -> No
     micro = [(torch.randn(48, 64), torch.randn(48, 16)) for _ in range(2)]
     (expected,), (got,) = grads(model, micro), grads(model, micro, FP32)
     assert relative_error(got, expected) < 2.0**-20
+
+
+@pytest.mark.parametrize("in_one_launch", [False, True])
+def test_threads_that_call_backward_at_once_lose_nothing(in_one_launch: bool) -> None:
+    """Each reads a sum before another has written what it adds, unless one waits for the other."""
+    weight = nn.Parameter(torch.zeros(4, 4))
+    sums = totals.Totals(FP32)
+    total = sums.begin(weight)
+    assert total is not None
+    plan = ROWWISE.plan(weight.device)[2]
+    assert plan is not None
+    both = threading.Barrier(2)
+
+    def slow(out: Tensor, by: Tensor) -> None:
+        before = out.clone()
+        time.sleep(0.1)
+        out.copy_(before + by)
+
+    class Slow(torch.Tensor):
+        """A sum that is slow to add to."""
+
+        def __iadd__(self, other: Any) -> Any:
+            slow(self.as_subclass(Tensor), other)
+            return self
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: Tensor) -> Tensor:
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            both.wait(10)
+            if in_one_launch:
+                add_ = lambda out, by, *_: slow(out, by)  # noqa: E731
+                return totals.give_product(None, add_, (torch.ones(4, 4),), plan, FP32, total)
+            view = total[:].as_subclass(Slow)  # type: ignore[index]
+            return totals.give(torch.ones(4, 4), view)
+
+    def run() -> None:
+        Backward.apply(weight).backward()  # type: ignore[no-untyped-call]
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(total, torch.full((4, 4), 2.0))
+    sums.check_end()
+    sums.close()
+    sums.give()
+    assert weight.grad is not None and torch.equal(weight.grad, total)
 
 
 @pytest.mark.parametrize("name", ["one by one mT", "layers"])
