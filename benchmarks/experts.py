@@ -78,6 +78,36 @@ class Layer(nn.Module):
         return torch.zeros_like(x).index_add(0, token, rows)
 
 
+class Apart(nn.Module):
+    """``Sorted`` by the experts of ``float8.MoE``, gate's and up's weights apart: one call, whose
+    weights are cached."""
+
+    def __init__(self, base: Sorted) -> None:
+        super().__init__()
+        (e, d, f), offs = base.down_proj.shape, base.offs
+        place = {"device": offs.device, "dtype": base.down_proj.dtype}
+        self.experts = float8.moe.Experts(d, f, e, **place)
+        gate, up = base.gate_up_proj.detach().chunk(2, 1)
+        for w, of in zip(self.experts.parameters(), (gate, up, base.down_proj), strict=True):
+            w.data.copy_(of)
+        self.register_buffer("offs", offs, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(x, self.offs)
+        return y
+
+    @staticmethod
+    def joined(call: Call) -> Outputs:
+        """What ``Sorted`` gives."""
+        *others, gate, up, down = call()
+        return *others, torch.cat([gate, up], 1), down
+
+
+def apart(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
+    assert isinstance(model, Sorted)
+    return converted(recipe, Apart(model))
+
+
 def by(multiply: Product, model: nn.Module) -> nn.Module:
     model.multiply = multiply
     return model
@@ -134,6 +164,24 @@ def micro_batches(
     return step
 
 
+def summed(
+    name: str, step: Callable[..., Call], check: Callable[[Call], str | None]
+) -> dict[str, Contender]:
+    """Micro-batches whose products are added to the sum of the weights' gradients."""
+    joined = lambda call: check(partial(Apart.joined, call))  # noqa: E731
+    recipe, found = float8.RECIPES[name], {}
+    for dtype in (torch.bfloat16, torch.float32):
+        make = partial(step, partial(converted, recipe), dtype)
+        label = f"{name}, summed in {str(dtype).removeprefix('torch.')}"
+        found[label] = Contender(make, check, ours=True, line=True)
+    for label, each in variants(name).items():
+        if label != f"{name}, weights saved":  # cached weights always are
+            make = partial(step, partial(apart, each), torch.bfloat16)
+            label = f"{label.removesuffix(', weights saved')}, in one call, summed in bfloat16"
+            found[label] = Contender(make, joined, ours=True, line=True)
+    return found
+
+
 def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender]:
     base, x, g = build(shape, options.device)
     step: Callable[[Convert], Call] = partial(
@@ -154,8 +202,7 @@ def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender
             make = partial(step, partial(convert, each))
             found[label] = Contender(make, check, ours=True, line=True)
         if kind == "4-micro-batches":
-            make = partial(step, partial(converted, recipe), torch.float32)
-            found[f"{name}, summed in float32"] = Contender(make, check, ours=True, line=True)
+            found |= summed(name, step, check)
     if options.peer and isinstance(base, Sorted):
         make = partial(step, partial(by, peers.grouped_product))
         found["torchao rowwise"] = Contender(make, check, line=True)

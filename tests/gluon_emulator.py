@@ -244,6 +244,10 @@ class Pointer:
         at, mask = self.places(mask)
         self.data[at[mask]] = value[mask]
 
+    def add(self, value: Tensor, mask: Any, sem: str) -> None:
+        at, mask = self.places(mask)
+        self.data[at[mask]] += value[mask]
+
 
 class Gluon:
     """What a module imports of Gluon, for one program."""
@@ -275,6 +279,7 @@ class Gluon:
             convert_layout=lambda x, layout, assert_trivial: x,
             load=Pointer.load,
             store=Pointer.store,
+            atomic_add=Pointer.add,
             allocate_shared_memory=self.allocate,
             warp_specialize=lambda roles, warps, registers: machine.run(roles),
         )

@@ -180,8 +180,8 @@ def test_the_bf16_product_of_mx_blocks(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("blocks", [*NATIVE.values(), *ODD.values()], ids=[*NATIVE, *ODD])
-def test_a_bias_and_a_sum_with_what_is_there_are_rounded_once(blocks: Blocks, device: str) -> None:
-    """In float32, whatever dtype what is added has."""
+def test_a_bias_is_added_before_the_product_is_rounded(blocks: Blocks, device: str) -> None:
+    """In float32, whatever dtype it has; and the product, as it was rounded, to what is there."""
     impls = ["torch", "torch_bf16"] if blocks == NATIVE["mx"] else ["torch"]
     for dtype, other, impl in itertools.product(OUT_DTYPES, OUT_DTYPES, impls):
         a, b = operands(33, 129, 17, blocks, FN, device)
@@ -191,9 +191,7 @@ def test_a_bias_and_a_sum_with_what_is_there_are_rounded_once(blocks: Blocks, de
         assert_product(got, a, b, bias.double())
         assert_same_bytes(got, (product + bias.float()).to(dtype))
         there = torch.randn(33, 17, device=device).to(dtype) * 3
-        got = add(there, a, b, impl)
-        assert_product(got, a, b, there.double())
-        assert_same_bytes(got, (product + there.float()).to(dtype))
+        assert_same_bytes(add(there, a, b, impl), there + product.to(dtype))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -208,13 +206,13 @@ def test_sums_of_many_products_lose_nothing_in_float32(device: str) -> None:
         assert torch.equal(total.double(), truth)
 
 
-def test_a_sum_that_cancels_keeps_what_its_product_alone_would_lose() -> None:
+def test_a_bias_that_cancels_keeps_what_its_product_alone_would_lose() -> None:
     """257 is no bf16 value, and 1 is."""
     ones = torch.ones(3, 257).to(E4M3FN.dtype)
     a, b = (ones, torch.ones(3, 1), (1, FULL)), (ones.t(), torch.ones(1, 3), (FULL, 1))
-    there = torch.full((3, 3), -256.0).bfloat16()
-    for out in (multiply(a, b, torch.bfloat16, bias=there[0]), add(there, a, b)):
-        assert_same_bytes(out, torch.ones(3, 3).bfloat16())
+    bias = torch.full((3,), -256.0).bfloat16()
+    out = multiply(a, b, torch.bfloat16, bias=bias)
+    assert_same_bytes(out, torch.ones(3, 3).bfloat16())
 
 
 def test_what_is_not_a_number_surfaces_where_it_was_added() -> None:
@@ -915,7 +913,7 @@ def test_the_hopper_kernel_gets_what_it_documents(
         product = wide[0] @ wide[1].t()
         if out is not None:
             assert bias is None and out.dtype == out_dtype and out.is_contiguous()
-            return out.copy_(out + product)
+            return out.add_(product.to(out_dtype))
         if bias is not None:
             assert bias.is_contiguous()
             product += bias
@@ -932,7 +930,8 @@ def test_the_hopper_kernel_gets_what_it_documents(
         bias, there = torch.randn(n, 2)[:, 0].bfloat16(), torch.randn(m, n).bfloat16()
         got = multiply(a, b, torch.bfloat16, "hopper", bias=bias)
         assert_product(got, a, b, bias.double())
-        assert_product(add(there, a, b, "hopper"), a, b, there.double())
+        product = multiply(a, b, torch.bfloat16, "hopper")
+        assert_same_bytes(add(there, a, b, "hopper"), there + product)
 
 
 def test_slices_of_scaled_tensors_reach_torchs_kernels(native: Scaled) -> None:
@@ -1025,7 +1024,8 @@ def test_torchs_kernels_add_the_biases_that_they_take(
         there = torch.randn(35, 17) * 3
         for dtype in OUT_DTYPES:
             a, b = operands(35, 129, 17, blocks, FN)
-            assert_product(add(there.to(dtype), a, b, "cublas"), a, b, there.to(dtype).double())
+            product = multiply(a, b, dtype, "cublas")
+            assert_same_bytes(add(there.to(dtype), a, b, "cublas"), there.to(dtype) + product)
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------

@@ -186,8 +186,8 @@ def test_products_of_any_size(name: str, arch: str, on: On) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", MODES)
 def test_a_bias_and_what_is_there_are_added(name: str, arch: str, on: On) -> None:
-    """Before the one rounding; the reference's bits where sums are exact. Nothing beside an output
-    is written, wherever it begins."""
+    """A bias before the one rounding, the reference's bits where sums are exact; the product to
+    what is there. Nothing beside an output is written, wherever it begins."""
     formats = pairs(on(arch))
     first = list(MODES).index(name) + ARCHS.index(arch)
     cases = [
@@ -204,16 +204,16 @@ def test_a_bias_and_what_is_there_are_added(name: str, arch: str, on: On) -> Non
             bias = torch.randn(n, device=DEVICE).to(other) * 9
             there = torch.randn(m, n, device=DEVICE).to(dtype) * 9
             if make is integers:
-                bias, there = bias.round() + 0.0, there.round() + 0.0  # without -0
+                bias = bias.round() + 0.0  # without -0
             biased = run(a, b, dtype, fast_accum, bias)
             buffer.fill_(-0.0)
             summed = buffer[start : start + m * n].view(m, n).copy_(there)
             run(a, b, dtype, fast_accum, out=summed)
-            for got, added in ((biased, bias), (summed, there)):
-                check(got, a, b, fast_accum, added)
-                if make is integers:
-                    args = a[0], b[0], a[1], b[1], a[2], b[2], dtype
-                    assert_same_bytes(got, matmul.scaled_mm_torch(*args, added))
+            check(biased, a, b, fast_accum, bias)
+            if make is integers:
+                args = a[0], b[0], a[1], b[1], a[2], b[2], dtype
+                assert_same_bytes(biased, matmul.scaled_mm_torch(*args, bias))
+            assert_same_bytes(summed, there + run(a, b, dtype, fast_accum))
             summed.fill_(-0.0)
             assert_same_bytes(buffer, torch.full_like(buffer, -0.0))
 

@@ -362,10 +362,8 @@ def grouped_wgrad(
 def _run_columns(x: GroupedProduct) -> Tensor:
     """The products on the implementation that x names: new ones, or x.out."""
     if x.impl == "torch":
-        if x.out is None:
-            return _grouped_wgrad_reference(x)
-        # Computed in float32, whatever out is.
-        return x.out.add_(_grouped_wgrad_reference(x._replace(out_dtype=torch.float32)))
+        product = _grouped_wgrad_reference(x)
+        return product if x.out is None else x.out.add_(product)
     _check_takes(x, x.block_b[::-1], WGRAD_IMPLEMENTATIONS)
     if x.impl == "triton":
         from . import grouped_triton
@@ -445,12 +443,12 @@ def grouped_wgrad_add_(
     fast_accum: bool,
     impl: str,
 ) -> None:
-    """Add what ``grouped_wgrad`` gives for the other arguments to ``out``: the gradients of another
-    micro-batch. The kernels add before they write.
+    """Add what ``grouped_wgrad`` gives for the other arguments, in ``out``'s dtype, to ``out``: the
+    gradients of another micro-batch.
 
     Args:
-        out: bf16, fp16 or fp32 [G, N, K], contiguous. The sum is one of float32, rounded once; that
-            of a group without columns stays as it is.
+        out: bf16, fp16 or fp32 [G, N, K], contiguous; that of a group without columns stays as it
+            is.
 
     Raises:
         ValueError: ``out`` is none of this; or as ``grouped_wgrad``.

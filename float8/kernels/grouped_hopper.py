@@ -79,8 +79,8 @@ def multiply_columns(
             ``scale_shape`` of a and b.
         offs_t: int32 [G], where each group's columns end: multiples of GROUP_ALIGN.
         block_a, block_b: blocks of (1 or FULL, FULL), or of (1 or 128, 128), not 128 both.
-        out: [G, M, N] ``out_dtype``, contiguous. The products are added to it, and rounded with it
-            once.
+        out: [G, M, N] ``out_dtype``, contiguous, to which the rounded products are added, as by
+            ``matmul_hopper``.
 
     Returns: ``out``, or a new [G, M, N]; products of no columns are zero.
 

@@ -7,7 +7,8 @@ Shape letters: M rows of a, N columns of b, K the contraction. a_MK is scaled by
     out_MN  = sum over k of (a_MK * scale_a) (b_KN * scale_b) + bias_N
     out_MN += sum over k of (a_MK * scale_a) (b_KN * scale_b)
 
-Either is accumulated in float32, what is added included, and rounded once to the output's dtype.
+A product is accumulated in float32, the bias included, and rounded once to the output's dtype; then
+it is added to what the output holds.
 
 Implementations: ``cublas`` is torch's own scaled_mm (cuBLASLt or CUTLASS on NVIDIA, hipBLASLt on
     AMD); ``hopper`` is this library's kernel for sm_90, and ``triton`` the one for every GPU with
@@ -313,8 +314,8 @@ def scaled_mm_add_(
     fast_accum: bool,
     impl: str,
 ) -> None:
-    """``out_MN += a_MK @ b_KN``: the product of ``scaled_mm``, whose other arguments these are, is
-    added to ``out`` in float32, and rounded with it once.
+    """``out_MN += scaled_mm(...)``, whose other arguments and implementations these are: the
+    product, of ``out``'s dtype, is added to it, as autograd adds up gradients.
 
     Args:
         out: [M, N] bf16, fp16 or fp32, contiguous; left as it is where K is 0.
@@ -343,18 +344,17 @@ def _run(x: Product) -> Tensor:
         "torch": _scaled_mm_reference,
         "torch_bf16": _scaled_mm_bf16,
     }[x.impl]
-    if x.bias is x.out is None or _adds(x):
-        return run(x)
-    product = run(x._replace(out_dtype=torch.float32, bias=None, out=None))
-    if x.out is not None:
-        return x.out.add_(product)  # computed in float32, whatever out is
-    assert x.bias is not None
-    return product.add_(x.bias).to(x.out_dtype)
+    if x.out is not None and x.impl not in ("hopper", "triton"):
+        return x.out.add_(run(x._replace(out=None)))
+    if x.bias is not None and not _adds_bias(x):
+        product = run(x._replace(out_dtype=torch.float32, bias=None))
+        return product.add_(x.bias).to(x.out_dtype)
+    return run(x)
 
 
-def _adds(x: Product) -> bool:
-    """Whether the implementation adds bias or out itself, in float32 and before it rounds."""
-    if x.impl != "cublas" or x.bias is None:
+def _adds_bias(x: Product) -> bool:
+    """Whether the implementation adds the bias itself, in float32 and before it rounds."""
+    if x.impl != "cublas":
         return x.impl in ("hopper", "triton", "torch")
     # torch's scaled_mm takes a bias of the output's dtype, and none for float32; what becomes of
     # one in blocks, or on AMD, is not known here.
@@ -364,6 +364,7 @@ def _adds(x: Product) -> bool:
         modes.add("rowwise")
     return (
         profile.vendor == "nvidia"
+        and x.bias is not None
         and x.bias.dtype == x.out_dtype != torch.float32
         and native_mode(*x.operands) in modes
     )
@@ -415,23 +416,20 @@ def scaled_mm_torch(
     block_b: Block,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """The reference: dequantise both operands to float32, multiply, add the bias or to ``out``, and
-    round. Scales are at least 2^-127, so a dequantised value loses at most what lies 2^-22 below
-    the smallest scale."""
+    """The reference: dequantise both operands to float32, multiply, add the bias and round. Scales
+    are at least 2^-127, so a dequantised value loses at most what lies 2^-22 below the smallest
+    scale."""
     a_MK = dequantize(a, scale_a, block_a, torch.float32)
     b_KN = dequantize(b, scale_b, block_b, torch.float32)
     # Autocast would round the operands to its dtype first.
     with torch.autocast(a.device.type, enabled=False):
         out_MN = torch.mm(a_MK, b_KN)
-    if out is not None:
-        return out.copy_(out + out_MN)  # a sum in float32
     return (out_MN if bias is None else out_MN + bias).to(out_dtype)
 
 
 def _scaled_mm_reference(x: Product) -> Tensor:
-    return scaled_mm_torch(*x[:7], x.bias, x.out)
+    return scaled_mm_torch(*x[:7], x.bias)
 
 
 def _scaled_mm_bf16(x: Product) -> Tensor:

@@ -76,7 +76,7 @@ class Config:
     ) -> Config:
         """``wide``: bytes of an output, 0 where TMA cannot write them."""
         # What is written, and the sums it is made of, must fit beside the other half's sums.
-        width = 256 // wide if wide and not accumulate else 32
+        width = 256 // wide if wide else 32
         stage = (128 + Config.BN) * Config.BK
         stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
         stages = min(4, (_SHARED_MEMORY - 128 * width * wide) // stage)
@@ -241,6 +241,17 @@ def _inside(rows, columns, low, high, N, P: gl.constexpr):
 
 
 @gluon.jit
+def _put(at, values, mask, P: gl.constexpr):
+    if P.ACCUMULATE and P.TMA_OUT:
+        # The memory adds 16 bytes at once, and no warp waits for what they held.
+        gl.atomic_add(at, values, mask=mask, sem="relaxed")
+    else:
+        if P.ACCUMULATE:
+            values += gl.load(at, mask=mask, other=0.0)
+        gl.store(at, values, mask=mask)
+
+
+@gluon.jit
 def _write_part(
     out, buffer, row, column, low, high, shift, N, out_m, COLUMNS: gl.constexpr, P: gl.constexpr
 ):
@@ -253,7 +264,7 @@ def _write_part(
     pitch, end = out_m // VECTOR * VECTOR, N // VECTOR * VECTOR
     at = out + ((rows + shift)[:, None].to(gl.int64) * pitch + columns[None, :])
     at = gl.multiple_of(at, [1, 16])
-    gl.store(at, buffer.load(R), mask=_inside(rows, columns, low, high, end, P))
+    _put(at, buffer.load(R), _inside(rows, columns, low, high, end, P), P)
 
 
 @gluon.jit
@@ -291,19 +302,17 @@ def _store(
             total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
         at = out + ((rows + shift)[:, None].to(gl.int64) * out_m + columns[None, :])
         inside = _inside(rows, columns, low, high, N, P)
-        if P.ACCUMULATE:
-            total += gl.load(at, mask=inside, other=0.0).to(gl.float32)
         rounded = total.to(out.dtype.element_ty)
         if P.TMA_OUT:
             tma.store_wait(0)  # what the buffer held has been read
             buffer.store(rounded)
-            if (P.GROUPS == "none") or ((row >= low) & (row + 64 <= high)):
+            if not P.ACCUMULATE and ((P.GROUPS == "none") or ((row >= low) & (row + 64 <= high))):
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out_desc, [row + shift, column], buffer)
             else:
                 _write_part(out, buffer, row, column, low, high, shift, N, out_m, COLUMNS, P)
         else:
-            gl.store(at, rounded, mask=inside)
+            _put(at, rounded, inside, P)
 
 
 @gluon.jit

@@ -9,8 +9,8 @@ INNER x COLUMNS; each is a size or FULL.
     INNER is BK        out = sum over blocks of K of (sum within of a b) * scale_a * scale_b
     A_FORMAT is given  the same for MX blocks, which the matrix instructions scale
 
-To which is added, in float32 and before the one rounding, a bias of a number for each column, and
-what the output holds.
+To which is added, in float32 and before the one rounding, a bias of a number for each column. What
+the output holds is added to what was rounded.
 
 One scale after the other is multiplied in, since the product of two tiny ones may be zero; but
 where a tile shares one of two block scales the two are multiplied first. What has a product of
@@ -93,9 +93,10 @@ def _store(out, v, bias, row, column, M, N, ACCUMULATE: tl.constexpr, WIDTH: tl.
         at = out + i[:, None].to(tl.int64) * N + j[None, :]
         if bias is not None:
             v += tl.load(bias + j, mask=j < N, other=0.0).to(tl.float32)[None, :]
+        v = v.to(out.dtype.element_ty)
         if ACCUMULATE:
-            v += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, v.to(out.dtype.element_ty), mask=inside)
+            v = (v.to(tl.float32) + tl.load(at, mask=inside, other=0.0)).to(out.dtype.element_ty)
+        tl.store(at, v, mask=inside)
 
 
 @triton.jit
