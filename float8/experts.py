@@ -3,9 +3,14 @@ and of its gradients is made once for all products.
 
     y[rows of e] = (silu(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
 
-Shape letters: T tokens, sorted by expert; E experts; D model width, F hidden width. offs holds
-where each expert's rows end; gx, gy, gh are the gradients of x, of y and of h = silu(..) * (..).
-Every GEMM follows the recipe's rule of its kind, as in ``float8.grouped_mm``.
+Shape letters: R rows, sorted by expert; E experts; D model width, F hidden width; T tokens, k
+experts for each. offs holds where each expert's rows end; gx, gy, gh are the gradients of x, of y
+and of h = silu(..) * (..). Every GEMM follows the recipe's rule of its kind, as in
+``float8.grouped_mm``.
+
+With a routing x are tokens as they came, and so is what comes back: the function moves them to
+their rows as it casts them, and the sums of the rows of y are its result. It keeps the tokens, not
+their rows, which are k for each, and casts these for wgrad in backward.
 
 The casts of h and of the gradients of gate and up are fused with what makes them, but for a frozen
 matrix of both.
@@ -36,10 +41,12 @@ from .kernels.fused import swiglu_backward
 from .kernels.quantize import CastPlan
 from .linear import NOT_CACHED, Cached, Parts, kept_whole, refuse_second_derivative
 from .mlp import settings, silu_times
+from .permute import Routing, permute, unpermute
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
 
 _NOTHING: tuple[None, None] = (None, None)
+_NO_COLUMNS: Columns = (None, None, None)
 
 
 class Rules(NamedTuple):
@@ -52,44 +59,58 @@ class Rules(NamedTuple):
 
 
 class _SwigluExperts(torch.autograd.Function):
-    """Saved for backward: x in FP8 in the layout that wgrad needs, gate and up as they are, their
-    product in FP8 for wgrad, and the weights as parameters. Each only if a requested gradient
-    needs it."""
+    """Saved for backward: x in FP8 in the layout that wgrad needs, or the tokens where there is a
+    routing, gate and up as they are, their product in FP8 for wgrad, and the weights as parameters;
+    of a routing where the rows are, the scores, and y for their gradient. Each only if a requested
+    gradient needs it."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x_TD: Tensor,
+        x: Tensor,  # [R, D]; with a routing [T, D], and the result
+        scores_Tk: Tensor | None,
+        position: Tensor | None,  # position and source of a Routing
+        source: Tensor | None,
         offs: Tensor,
         down_EFD: Tensor,
         rules: Rules,
         cached: Sequence[Cached],  # of w_down, then of each of ``into``
         *into: Tensor,  # gate and up [E, D, F], or both in one [E, D, 2 F]
     ) -> Tensor:
-        dtype, (forward, dgrad, wgrad, save_weights) = x_TD.dtype, rules
-        needs_x, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
+        dtype, (forward, dgrad, wgrad, save_weights) = x.dtype, rules
+        needs_x, needs_scores, _, _, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
         into_hidden = needs_x or any(needs_into)  # where gradients pass through
         keep_x = wgrad.b if any(needs_into) else None
         keep_h = wgrad.b if needs_down else None
 
-        x, x_t = cast_groups(x_TD, offs, forward.a, keep_x)
+        x_t: Columns
+        if position is None:
+            rows, x_t = cast_groups(x, offs, forward.a, keep_x)
+        else:
+            rows = _cast_tokens(x, position, source, offs, forward.a)
+            x_t = _NO_COLUMNS if keep_x is None else (x, None, None)
         products: list[Tensor] = []
         saved: list[Tensor | None] = []
         for w_EDN, copies in zip(into, cached[1:], strict=True):
             w, w_t = stack_layouts(
                 w_EDN, forward.b, dgrad.b if needs_x else None, save_weights, copies
             )
-            products.append(multiply_rows(x, w, offs, forward, dtype))
+            products.append(multiply_rows(rows, w, offs, forward, dtype))
             saved += w_t if needs_x else _NOTHING
-        gate_TF, up_TF = halves(products)
-        h, h_t = _cast_hidden(gate_TF, up_TF, offs, forward.a, keep_h)
+        del rows, w
+        gate_RF, up_RF = halves(products)
+        h, h_t = _cast_hidden(gate_RF, up_RF, offs, forward.a, keep_h)
         w, w_t = stack_layouts(
             down_EFD, forward.b, dgrad.b if into_hidden else None, save_weights, cached[0]
         )
-        y_TD = multiply_rows(h, w, offs, forward, dtype)
+        y_RD = multiply_rows(h, w, offs, forward, dtype)
 
         ctx.save_for_backward(
             offs,
+            position,
+            source,
+            scores_Tk,
+            y_RD if needs_scores else None,
             *x_t,
             *h_t,
             *(w_t if into_hidden else _NOTHING),
@@ -101,34 +122,45 @@ class _SwigluExperts(torch.autograd.Function):
         ctx.gradients = [
             (w.dtype, total) for w, (_, _, total) in zip((down_EFD, *into), cached, strict=True)
         ]
+        if position is None:
+            return y_RD
+        y_TD: Tensor = torch.ops.float8.unpermute(y_RD, position, scores_Tk)
         return y_TD
 
     @staticmethod
-    def backward(ctx: Any, gy_TD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("float8.swiglu_experts")
-        offs, *saved = ctx.saved_tensors
+        offs, position, source, scores_Tk, y_RD, *saved = ctx.saved_tensors
+        # In eager code memory is free when nothing here names it any more, and this function alone
+        # still does.
+        ctx.maybe_clear_saved_tensors()
         dtype, (_, dgrad, wgrad, _) = ctx.dtype, ctx.rules
-        needs_x, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
-        x_t, h_t, w_down = tuple(saved[:3]), tuple(saved[3:6]), tuple(saved[6:8])
+        needs_x, needs_scores, _, _, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
         count = len(needs_into)
+        x_t, h_t, w_down = tuple(saved[:3]), tuple(saved[3:6]), tuple(saved[6:8])
         weights, products = saved[8 : 8 + 2 * count], saved[8 + 2 * count :]
+        del saved
         into_hidden = needs_x or any(needs_into)
-        g_x = g_down = None
+        g_x = g_scores = g_down = None
         g_into: list[Tensor | None] = [None] * count
 
-        gy, gy_t = cast_groups(
-            gy_TD, offs, dgrad.a if into_hidden else None, wgrad.a if needs_down else None
+        if position is not None:
+            gy, g_scores = torch.ops.float8.unpermute_backward(
+                gy, y_RD, position, source, scores_Tk
+            )
+            g_scores = g_scores.to(scores_Tk.dtype) if needs_scores else None
+            del y_RD
+        g, gy_t = cast_groups(
+            gy, offs, dgrad.a if into_hidden else None, wgrad.a if needs_down else None
         )
-        if needs_down:
-            g_down = multiply_columns(gy_t, h_t, wgrad, *ctx.gradients[0])
-        del gy_t  # in eager code memory is free when nothing here names it any more
+        del gy
         if into_hidden:
-            gh_TF = multiply_rows(gy, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
-            del gy
+            gh_RF = multiply_rows(g, stack_for_dgrad(w_down, dgrad), offs, dgrad, dtype)
+            del g, w_down
             rows, columns = (dgrad.a if needs_x else None), (wgrad.a if any(needs_into) else None)
-            casts = _cast_gradients(gh_TF, products, offs, rows, columns)
+            casts = _cast_gradients(gh_RF, products, offs, rows, columns)
             g_rows, g_columns = zip(*casts, strict=True)
-            del gh_TF, casts
+            del gh_RF, products, casts
             # Before the weights' gradients, which are the largest of all: what only this multiplies
             # then makes room for them.
             for i in range(count if needs_x else 0):
@@ -136,14 +168,37 @@ class _SwigluExperts(torch.autograd.Function):
                 part = multiply_rows(g_rows[i], w, offs, dgrad, dtype)
                 g_x = part if g_x is None else g_x.add_(part)
                 del w, part
-            del g_rows
+            del g_rows, weights
+            if g_x is not None and position is not None:
+                g_x = torch.ops.float8.unpermute(g_x, position)
+            if position is not None and any(needs_into):
+                x_RD = torch.ops.float8.permute(x_t[0], position, source)
+                x_t = cast_groups(x_RD, offs, None, wgrad.b)[1]
+                del x_RD
             for i, g_t in enumerate(g_columns):
                 if needs_into[i]:
                     g_into[i] = multiply_columns(g_t, x_t, wgrad, *ctx.gradients[1 + i])
-        return g_x, None, g_down, None, None, *g_into
+            del x_t, g_columns, g_t
+        if needs_down:  # the last, since beside all gradients it has the least to multiply
+            g_down = multiply_columns(gy_t, h_t, wgrad, *ctx.gradients[0])
+        return g_x, g_scores, None, None, None, g_down, None, None, *g_into
 
 
 _keep_whole = kept_whole(_SwigluExperts)
+
+
+def _cast_tokens(
+    x_TD: Tensor, position: Tensor, source: Tensor | None, offs: Tensor, cast: CastPlan
+) -> Parts:
+    """``cast_groups`` of the tokens' rows, which reach memory in FP8 alone where a scale is of one
+    row."""
+    if cast.block[0] != 1:
+        x_RD = torch.ops.float8.permute(x_TD, position, source)
+        return cast_groups(x_RD, offs, cast, None)[0]
+    data, scale = torch.ops.float8.permute_quantize(
+        x_TD, position, source, cast.block, cast.dtype, cast.scale_mode
+    )
+    return data, scale
 
 
 def halves(products: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -158,7 +213,7 @@ def _cast_hidden(
     """``cast_groups`` of silu(gate) * up."""
     if cast_t is None:
         *h, _, _ = torch.ops.float8.swiglu_quantize(gate, up, *settings(cast), *settings(None))
-        return (h[0], h[1]), (None, None, None)
+        return (h[0], h[1]), _NO_COLUMNS
     data, scale, *columns = torch.ops.float8.swiglu_quantize_grouped(
         gate, up, offs, *settings(cast), *settings(cast_t)
     )
@@ -181,7 +236,7 @@ def _cast_gradients(
         data, scale, _, _ = torch.ops.float8.swiglu_backward_quantize(
             gh, gate, up, *settings(cast), *settings(None)
         )
-        return [((data[i], scale[i]), (None, None, None)) for i in (0, 1)]
+        return [((data[i], scale[i]), _NO_COLUMNS) for i in (0, 1)]
     data, scale, data_t, scale_t, offs_t = torch.ops.float8.swiglu_backward_quantize_grouped(
         gh, gate, up, offs, joint, *settings(cast), *settings(cast_t)
     )
@@ -206,13 +261,13 @@ def swiglu_experts(
     forward and backward, as ``recipe`` says; differentiable once.
 
     Args:
-        x: [T, D] bf16, fp16 or fp32, rows sorted by expert.
+        x: [R, D] bf16, fp16 or fp32, rows sorted by expert.
         w_gate, w_up: [E, D, F]; w_down: [E, F, D]; of x's dtype, or any under autocast, which casts
             x; any strides: often ``weight.mT`` of parameters [E, N, K]. With ``w_up=None`` w_gate
             is [E, D, 2 F], gate's columns before up's: one product instead of two, scaled as one.
         offs: int32 [E] on x's device: where each expert's rows end, as ``grouped_mm`` takes it.
 
-    Returns: [T, D] of x's dtype: what ``grouped_mm`` gives for each product, with x cast and kept
+    Returns: [R, D] of x's dtype: what ``grouped_mm`` gives for each product, with x cast and kept
         once for both. Rows of no expert are zero, as is their gradient, whatever x and the gradient
         hold there; the gradients of an expert without rows are exactly zero.
 
@@ -233,9 +288,11 @@ def run_swiglu_experts(
     recipe: Recipe,
     plans: Plans,
     cached: Sequence[Cached],
+    routed: tuple[Routing, Tensor] | None = None,
 ) -> Tensor:
     """``swiglu_experts`` by these plans. ``weights``: down, then gate and up or both in one;
-    ``cached``: FP8 copies of each."""
+    ``cached``: FP8 copies of each; ``routed``: a routing of tokens x [T, D], whose offs these are,
+    and scores [T, k]. Then it is ``unpermute`` of the experts of ``permute`` of x, bit for bit."""
     refuse_functorch("float8.swiglu_experts", "float8.revert(model) first")
     down, *into = weights
     _check_shapes(x, down, into)
@@ -244,15 +301,22 @@ def run_swiglu_experts(
         x = grouped_operand(given, w)
     forward, dgrad, wgrad = plans
     if forward is None or dgrad is None or wgrad is None:
+        x_RD = x if routed is None else permute(x, routed[0])
         pairs = zip(into, cached[1:], strict=True)
         gate, up = halves(
-            [run_grouped_mm(x, w, offs, recipe, plans, copies) for w, copies in pairs]
+            [run_grouped_mm(x_RD, w, offs, recipe, plans, copies) for w, copies in pairs]
         )
-        return run_grouped_mm(silu_times(gate, up), down, offs, recipe, plans, cached[0])
+        y_RD = run_grouped_mm(silu_times(gate, up), down, offs, recipe, plans, cached[0])
+        return y_RD if routed is None else unpermute(y_RD, *routed)
     if torch.compiler.is_compiling():
         _keep_whole()
     rules = Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save")
-    y: Tensor = _SwigluExperts.apply(x, offs, down, rules, cached, *into)  # type: ignore[no-untyped-call]
+    scores = position = source = None
+    if routed is not None:
+        (position, source, *_), scores = routed
+    y: Tensor = _SwigluExperts.apply(  # type: ignore[no-untyped-call]
+        x, scores, position, source, offs, down, rules, cached, *into
+    )
     return y
 
 

@@ -20,7 +20,7 @@ from .experts import run_swiglu_experts
 from .grouped import grouped_mm, grouped_operand, grouped_plans, plain
 from .linear import NOT_CACHED, Cached, fold, unfold
 from .mlp import silu_times
-from .permute import permute, route, unpermute
+from .permute import Routing, permute, route, unpermute
 from .recipe import Recipe
 from .weight import Float8Weight, cached_copies, note
 
@@ -118,21 +118,23 @@ class Experts(nn.Module):
             )
             _init_uniform(getattr(self, name))
 
-    def forward(self, x_RD: Tensor, offs: Tensor) -> Tensor:
-        """x [R, D], rows sorted by expert; offs int32 [E], where each expert's rows end."""
+    def forward(self, x_TD: Tensor, routing: Routing, scores_Tk: Tensor) -> Tensor:
+        """The sum of what its experts make of each token x [T, D], times their scores [T, k]."""
         weights = self.down_proj, self.gate_proj, self.up_proj
         recipes = [w.recipe if isinstance(w, Float8Weight) else NO_FP8 for w in weights]
         if any(recipe != recipes[0] for recipe in recipes):  # as a recipe map may say
-            gate, up = (_product(x_RD, w, offs) for w in weights[1:])
-            return _product(silu_times(gate, up), self.down_proj, offs)
-        plans = grouped_plans(recipes[0], x_RD.device)
+            x_RD = permute(x_TD, routing)
+            gate, up = (_product(x_RD, w, routing.offs) for w in weights[1:])
+            y_RD = _product(silu_times(gate, up), self.down_proj, routing.offs)
+            return unpermute(y_RD, routing, scores_Tk)
+        plans = grouped_plans(recipes[0], x_TD.device)
         copies: list[Cached] = []
         for w in weights:
             if isinstance(w, Float8Weight):
                 note(w, plans)
             copies.append(cached_copies(w) if isinstance(w, Float8Weight) else NOT_CACHED)
-        stacks = [plain(w).mT for w in weights]
-        return run_swiglu_experts(x_RD, stacks, offs, recipes[0], plans, copies)
+        stacks, routed = [plain(w).mT for w in weights], (routing, scores_Tk)
+        return run_swiglu_experts(x_TD, stacks, routing.offs, recipes[0], plans, copies, routed)
 
     def extra_repr(self) -> str:
         experts, hidden, dim = self.gate_proj.shape
@@ -218,8 +220,7 @@ class MoE(nn.Module):
         weights, chosen, probabilities = self.router(x_TD)
         x_TD = grouped_operand(x_TD, self.experts.gate_proj)
         routing = route(chosen, self.router.weight.shape[0])
-        y_RD = self.experts(permute(x_TD, routing), routing.offs)
-        y_TD = unpermute(y_RD, routing, weights)
+        y_TD: Tensor = self.experts(x_TD, routing, weights)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return unfold(y_TD, x), balance_loss(probabilities, routing.counts), routing.counts
