@@ -145,7 +145,9 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
     ``.grad`` is as it was until the end of the block puts the sums there, or
     adds them to what it holds; an exception leaves it so. Gradients that come by other ways (of
     views without copies, of other parameters) go to ``.grad`` as ever. Every backward in the block
-    is to be a whole one, and in compiled code to come before the next forward.
+    is to be a whole one, and in compiled code to come before the next forward; a call of compiled
+    code may be given one view of a weight, and more are taken inside of it. Threads may call
+    backward at once, but not of compiled code.
 
     Raises:
         ValueError: there is nothing in FP8, a weight is cached already (blocks do not nest), or

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
+from torch.utils.hooks import RemovableHandle
 
 from .devices import assumed_device
 from .grouped import grouped_plans, run_grouped_mm
@@ -55,8 +56,8 @@ class Copies:
     made: Any  # from what, which tells whether it has changed
     parts: tuple[Float8TrainingTensor | None, ...]
     total: Tensor | None = None
-    turned: bool = False
     matrix: int | None = None
+    turned: bool = False
 
     def __deepcopy__(self, memo: Any) -> None:
         return None  # copies of the weight outlive the block
@@ -101,7 +102,7 @@ class Float8Weight(torch.Tensor):
                 "a Float8Weight holds a plain strided tensor in high precision, but got a "
                 f"{type(original).__name__} of {original.dtype} with layout {original.layout}"
             )
-        return _build(cls, original.detach(), recipe, _Record())
+        return _build(original.detach(), recipe, _Record())
 
     @property
     def last_run(self) -> tuple[str, str, str] | None:
@@ -112,8 +113,7 @@ class Float8Weight(torch.Tensor):
 
     def plain(self) -> Tensor:
         """The high-precision tensor, sharing storage; the gradient passes through."""
-        result: Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]
-        return result
+        return _Plain.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         # Its own storage is empty: what reads it through a pointer must not get that.
@@ -127,8 +127,7 @@ class Float8Weight(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        shared: bool = self.original.is_shared()
-        return shared
+        return bool(self.original.is_shared())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -140,32 +139,34 @@ class Float8Weight(torch.Tensor):
         copies = self.copies if has_copies(self) else None
         parts = () if copies is None or copies.made.has_changed() else copies.parts
         names = [f"copy{i}" for i, part in enumerate(parts) if part is not None]
-        count = None if copies is None else len(parts)
-        if parts and self.total is not None:
-            names.append("total")
-        return ["original", *names], (type(self), self.recipe, self.record, count, assumed_device())
+        of = None if copies is None else (len(parts), None, False)
+        if parts and copies is not None and copies.total is not None:
+            names, of = [*names, "total"], (len(parts), copies.matrix, copies.turned)
+        return ["original", *names], (self.recipe, self.record, of, assumed_device())
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any
     ) -> Float8Weight:
-        cls, recipe, record, count, _ = meta
-        parts: Any = tuple(inner.get(f"copy{i}") for i in range(count or 0))
-        copies = None if count is None else Copies(record.cached, parts, inner.get("total"))
-        return _build(cls, inner["original"], recipe, record, copies)
+        recipe, record, of, _ = meta
+        copies = None
+        if of is not None:
+            parts: Any = tuple(inner.get(f"copy{i}") for i in range(of[0]))
+            copies = Copies(record.cached, parts, inner.get("total"), *of[1:])
+        return _build(inner["original"], recipe, record, copies)
 
     def _stable_hash_for_caching(self) -> str:
         """All that compiled code depends on, for torch's cache of it on disk."""
         t, plans = self.original, self.recipe.plan(self.device)
         layout = (t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, self.requires_grad)
-        names = self.__tensor_flatten__()[0][1:]
+        (_, *names), (_, _, of, _) = self.__tensor_flatten__()
         copied = [getattr(self, n)._stable_hash_for_caching() for n in names if n != "total"]
         total = self.total.dtype if "total" in names else None
-        return repr((type(self).__name__, self.recipe, plans, layout, copied, total))
+        return repr(("Float8Weight", self.recipe, plans, layout, copied, total, of))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (type(self), self.original, self.recipe, self.requires_grad, is_parameter)
+        return _rebuild, (self.original, self.recipe, self.requires_grad, is_parameter)
 
     @classmethod
     def __torch_function__(
@@ -321,27 +322,18 @@ def _is_high_precision(t: Tensor) -> bool:
 
 
 def _build(
-    cls: type[Float8Weight],
-    original: Tensor,
-    recipe: Recipe,
-    record: _Record,
-    copies: Copies | None = None,
+    original: Tensor, recipe: Recipe, record: _Record, copies: Copies | None = None
 ) -> Float8Weight:
+    place = original.shape, original.stride(), original.storage_offset()
     w: Float8Weight = torch.Tensor._make_wrapper_subclass(
-        cls,
-        original.shape,
-        strides=original.stride(),
-        storage_offset=original.storage_offset(),
-        dtype=original.dtype,
-        layout=original.layout,
-        device=original.device,
+        Float8Weight, *place, dtype=original.dtype, device=original.device
     )
     w.original, w.recipe, w.record, w.copies = original, recipe, record, copies
     return w
 
 
 def _like(w: Float8Weight, inner: Tensor, copies: Copies | None = None) -> Float8Weight:
-    return _build(type(w), inner, w.recipe, w.record, copies)
+    return _build(inner, w.recipe, w.record, copies)
 
 
 def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
@@ -377,14 +369,8 @@ def _matrix(stack: Float8TrainingTensor | None, e: int) -> Float8TrainingTensor 
     return Float8TrainingTensor(stack.qdata[e], stack.scale[e], stack.block[1:], stack.dtype)
 
 
-def _rebuild(
-    cls: type[Float8Weight],
-    original: Tensor,
-    recipe: Recipe,
-    requires_grad: bool,
-    is_parameter: bool,
-) -> Tensor:
-    w = _build(cls, original, recipe, _Record())
+def _rebuild(original: Tensor, recipe: Recipe, requires_grad: bool, is_parameter: bool) -> Tensor:
+    w = _build(original, recipe, _Record())
     return nn.Parameter(w, requires_grad) if is_parameter else w.requires_grad_(requires_grad)
 
 
@@ -396,12 +382,9 @@ def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             listed = isinstance(written, list | tuple)
-
-            def count(t: Tensor, listed: bool = listed) -> None:
+            for t in written if listed else [written]:
                 if (listed or id(t) in ids) and not t.is_inference():
                     torch.autograd.graph.increment_version(t)
-
-            _each(written, count)
 
 
 class _Plain(torch.autograd.Function):
@@ -688,10 +671,12 @@ def wrap_parameter(module: nn.Module, name: str, recipe: Recipe = ROWWISE) -> No
     given = _given(module)
     if given is None:
         given = _Given()
-        module.register_state_dict_post_hook(_plain_state)
-        module.register_load_state_dict_pre_hook(_wrap_state)
-        module.register_forward_pre_hook(given.wrap)
-        module.register_forward_hook(given.give_back, always_call=True)
+        given.hooks = [
+            module.register_state_dict_post_hook(_plain_state),
+            module.register_load_state_dict_pre_hook(_wrap_state),
+            module.register_forward_pre_hook(given.wrap),
+            module.register_forward_hook(given.give_back, always_call=True),
+        ]
     assert isinstance(p, Float8Weight)
     given.weights[name] = recipe, p.record
 
@@ -711,17 +696,8 @@ def unwrap_parameter(module: nn.Module, name: str) -> None:
         raise ValueError(f"parameter {name!r} is sharded; call unwrap_parameter before sharding it")
     given.weights.pop(name, None)
     if not any(isinstance(other, Float8Weight) for other in module._parameters.values()):
-        ours = _plain_state, _wrap_state, given.wrap, given.give_back
-        for hooks in (
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-            module._forward_pre_hooks,
-            module._forward_hooks,
-        ):
-            for key, hook in list(hooks.items()):
-                if getattr(hook, "hook", hook) in ours:
-                    del hooks[key]
-                    module._forward_hooks_always_called.pop(key, None)
+        for hook in given.hooks:
+            hook.remove()
 
 
 class _Given:
@@ -731,6 +707,7 @@ class _Given:
     def __init__(self) -> None:
         self.weights: dict[str, tuple[Recipe, _Record]] = {}
         self.given: list[dict[str, Any]] = []  # of each call that has begun
+        self.hooks: list[RemovableHandle] = []
 
     def wrap(self, module: nn.Module, args: Any) -> None:
         given: dict[str, Any] = {}

@@ -158,6 +158,34 @@ def test_compiled_code_adds_too(name: str, device: str) -> None:
     assert counter.frame_count == 2
 
 
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "mT": (lambda w: w.mT, torch.bmm),
+    "matrix": (lambda w: w[1], lambda x, w: F.linear(x[0], w)),
+    "matrix, transposed": (lambda w: w[1].t(), lambda x, w: x[0] @ w),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_compiled_code_that_is_given_a_view(name: str, backend: str) -> None:
+    """It adds to that part of the sum, and as it lies; sizes would not tell."""
+    view, product = VIEWS[name]
+    model = nn.Module()
+    model.w = nn.Parameter(torch.randn(3, 64, 64))
+    wrap_parameter(model, "w")
+    x, call = torch.randn(3, 8, 64), compiled(product, backend)
+    found: list[Tensor] = []
+    for accumulate in (None, FP32):
+        model.zero_grad()
+        with cached_weights(model, accumulate=accumulate):
+            for rows in (x, x.flip(1)):
+                call(rows, view(model.w)).square().sum().backward()
+        assert model.w.grad is not None
+        found.append(model.w.grad)
+    assert relative_error(found[1], found[0]) < 2.0**-20
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["grouped mT", "one by one mT", "layers"])
 def test_inductor_adds_in_place(name: str, device: str) -> None:

@@ -1141,6 +1141,7 @@ def test_deepcopy_and_pickle() -> None:
         twin.load_state_dict(Layer().state_dict(), assign=True)
         assert isinstance(twin.weight, Float8Weight)
         unwrap_parameter(twin, "weight")
+        assert not hooks_of(twin)
     assert isinstance(layer.weight, Float8Weight)
 
 
