@@ -69,25 +69,26 @@ class _SwigluExperts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,  # [R, D]; with a routing [T, D], and the result
         scores_Tk: Tensor | None,
-        position: Tensor | None,  # position and source of a Routing
-        source: Tensor | None,
         offs: Tensor,
+        routing: Routing | None,
         down_EFD: Tensor,
         rules: Rules,
         cached: Sequence[Cached],  # of w_down, then of each of ``into``
         *into: Tensor,  # gate and up [E, D, F], or both in one [E, D, 2 F]
     ) -> Tensor:
         dtype, (forward, dgrad, wgrad, save_weights) = x.dtype, rules
-        needs_x, needs_scores, _, _, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
+        needs_x, needs_scores, _, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
         into_hidden = needs_x or any(needs_into)  # where gradients pass through
         keep_x = wgrad.b if any(needs_into) else None
         keep_h = wgrad.b if needs_down else None
 
         x_t: Columns
-        if position is None:
+        position = source = None
+        if routing is None:
             rows, x_t = cast_groups(x, offs, forward.a, keep_x)
         else:
-            rows = _cast_tokens(x, position, source, offs, forward.a)
+            position, source = routing.position, routing.source
+            rows = _cast_tokens(x, routing, forward.a)
             x_t = _NO_COLUMNS if keep_x is None else (x, None, None)
         products: list[Tensor] = []
         saved: list[Tensor | None] = []
@@ -122,7 +123,7 @@ class _SwigluExperts(torch.autograd.Function):
         ctx.gradients = [
             (w.dtype, total) for w, (_, _, total) in zip((down_EFD, *into), cached, strict=True)
         ]
-        if position is None:
+        if routing is None:
             return y_RD
         y_TD: Tensor = torch.ops.float8.unpermute(y_RD, position, scores_Tk)
         return y_TD
@@ -135,7 +136,7 @@ class _SwigluExperts(torch.autograd.Function):
         # still does.
         ctx.maybe_clear_saved_tensors()
         dtype, (_, dgrad, wgrad, _) = ctx.dtype, ctx.rules
-        needs_x, needs_scores, _, _, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
+        needs_x, needs_scores, _, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
         count = len(needs_into)
         x_t, h_t, w_down = tuple(saved[:3]), tuple(saved[3:6]), tuple(saved[6:8])
         weights, products = saved[8 : 8 + 2 * count], saved[8 + 2 * count :]
@@ -181,17 +182,16 @@ class _SwigluExperts(torch.autograd.Function):
             del x_t, g_columns, g_t
         if needs_down:  # the last, since beside all gradients it has the least to multiply
             g_down = multiply_columns(gy_t, h_t, wgrad, *ctx.gradients[0])
-        return g_x, g_scores, None, None, None, g_down, None, None, *g_into
+        return g_x, g_scores, None, None, g_down, None, None, *g_into
 
 
 _keep_whole = kept_whole(_SwigluExperts)
 
 
-def _cast_tokens(
-    x_TD: Tensor, position: Tensor, source: Tensor | None, offs: Tensor, cast: CastPlan
-) -> Parts:
+def _cast_tokens(x_TD: Tensor, routing: Routing, cast: CastPlan) -> Parts:
     """``cast_groups`` of the tokens' rows, which reach memory in FP8 alone where a scale is of one
     row."""
+    position, source, offs, _ = routing
     if cast.block[0] != 1:
         x_RD = torch.ops.float8.permute(x_TD, position, source)
         return cast_groups(x_RD, offs, cast, None)[0]
@@ -311,11 +311,9 @@ def run_swiglu_experts(
     if torch.compiler.is_compiling():
         _keep_whole()
     rules = Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save")
-    scores = position = source = None
-    if routed is not None:
-        (position, source, *_), scores = routed
+    routing, scores = routed or (None, None)
     y: Tensor = _SwigluExperts.apply(  # type: ignore[no-untyped-call]
-        x, scores, position, source, offs, down, rules, cached, *into
+        x, scores, offs, routing, down, rules, cached, *into
     )
     return y
 
