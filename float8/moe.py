@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .experts import run_swiglu_experts
 from .grouped import grouped_mm, grouped_operand, grouped_plans, plain
-from .linear import NOT_CACHED, Cached, fold, unfold
+from .linear import NOT_CACHED, Cached, fold, kept_whole, unfold
 from .mlp import silu_times
 from .permute import Routing, permute, route, unpermute
 from .recipe import Recipe
@@ -66,7 +66,7 @@ class Router(nn.Module):
         """Weights, float32 [T, k]; experts, int64 [T, k]; probabilities, float32 [T, E]."""
         device_type = "cpu" if x_TD.is_meta else x_TD.device.type  # "meta" has no autocast
         with torch.autocast(device_type, enabled=False):
-            logits = F.linear(x_TD.to(torch.float32), self.weight.to(torch.float32))
+            logits = _logits(x_TD, self.weight.to(torch.float32))
         if self.score == "softmax":
             scores = probabilities = logits.softmax(-1)
         else:
@@ -80,6 +80,40 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         experts, dim = self.weight.shape
         return f"{dim}, {experts} experts, top_k={self.top_k}, score={self.score}"
+
+
+class _Logits(torch.autograd.Function):
+    """x @ w.T in float32. Saved for backward: x as it is, which the experts keep too, where
+    autograd would keep a float32 copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        needs_x, needs_w = ctx.needs_input_grad
+        ctx.save_for_backward(x_TD if needs_w else None, w_ED if needs_x else None)
+        return F.linear(x_TD.to(torch.float32), w_ED)
+
+    @staticmethod
+    def backward(ctx: Any, g_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, w_ED = ctx.saved_tensors
+        g_w = None
+        if x_TD is not None:
+            # By way of the transpose, or compilers would find that forward has such a copy, and
+            # keep that.
+            g_w = g_TE.t() @ x_TD.t().to(torch.float32).t()
+        # (Autograd casts a gradient to its input's dtype.)
+        return None if w_ED is None else g_TE @ w_ED, g_w
+
+
+_keep_logits_whole = kept_whole(_Logits)
+
+
+def _logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    if type(w_ED) is not Tensor and type(w_ED) is not nn.Parameter:  # which knows how it multiplies
+        return F.linear(x_TD.to(torch.float32), w_ED)
+    if torch.compiler.is_compiling():
+        _keep_logits_whole()
+    logits: Tensor = _Logits.apply(x_TD, w_ED)  # type: ignore[no-untyped-call]
+    return logits
 
 
 def _shares(scores: Tensor) -> Tensor:

@@ -16,10 +16,14 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from process_group import one_process_group
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import float8
 from float8 import BLOCKWISE, MXFP8, RECIPES, ROWWISE, MoE, Recipe, assume_device, convert
+from float8.grouped import plain
 from float8.moe import Router, balance_loss
 from float8.testing import (
     assert_same_bytes,
@@ -145,6 +149,31 @@ def test_the_same_bits_as_its_parts(recipe: Recipe) -> None:
     assert [p.last_run for p in moe.experts.parameters()] != [None] * 3
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), SAVE], ids=lambda r: r.name)
+def test_gradients_are_the_same_whichever_are_asked_for(recipe: Recipe) -> None:
+    moe, x = layer(recipe, torch.bfloat16), torch.randn(50, D, dtype=torch.bfloat16)
+    names = ["x", *(name for name, _ in moe.named_parameters())]
+    expected = dict(zip(names, step(moe, x)[2:], strict=True))
+    for wanted in (
+        [],
+        ["x"],
+        ["router.weight"],
+        *([f"experts.{n}_proj"] for n in ("gate", "down")),
+    ):
+        for part in (wanted, [name for name in names if name not in wanted]):
+            leaf = x.clone().requires_grad_("x" in part)
+            for name, p in moe.named_parameters():
+                p.grad = None
+                p.requires_grad_(name in part)
+            y, balance, _ = moe(leaf)
+            if part:
+                (y.float().square().sum() + balance).backward()
+            grads = {"x": leaf.grad, **{name: p.grad for name, p in moe.named_parameters()}}
+            got = {name: g for name, g in grads.items() if g is not None}
+            assert sorted(got) == sorted(part)
+            assert_all_same(list(got.values()), [expected[name] for name in got])
+
+
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 0), (0,)])
 @pytest.mark.parametrize("recipe", [None, ROWWISE, MXFP8], ids=name)
 def test_leading_dimensions_and_no_tokens(recipe: Recipe | None, lead: tuple[int, ...]) -> None:
@@ -170,6 +199,32 @@ def test_the_router_is_in_float32() -> None:
     truth = logits.softmax(-1).topk(K)
     assert torch.equal(chosen, truth.indices)
     assert relative_error(weights, truth.values / truth.values.sum(-1, keepdim=True)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_router_keeps_x_as_it_is(dtype: torch.dtype) -> None:
+    """And its gradients are those of autograd's product in float32."""
+    router, x = Router(D, E, K, dtype=dtype), torch.randn(30, D, dtype=dtype, requires_grad=True)
+
+    def plain(x: Tensor) -> Tensor:
+        scores = F.linear(x.float(), router.weight.float()).softmax(-1)
+        weights = scores.topk(K, -1)[0]
+        return (weights / weights.sum(-1, keepdim=True)).square().sum() + scores.square().sum()
+
+    def ours(x: Tensor) -> Tensor:
+        weights, _, probabilities = router(x)
+        return weights.square().sum() + probabilities.square().sum()
+
+    leaves = [x, router.weight]
+    got, expected = (torch.autograd.grad(f(x), leaves) for f in (ours, plain))
+    assert_all_same(list(got), list(expected))
+    twice, truth = (
+        torch.autograd.grad(torch.autograd.grad(f(x), x, create_graph=True)[0].sum(), leaves)
+        for f in (ours, plain)
+    )
+    for a, b in zip(twice, truth, strict=True):
+        torch.testing.assert_close(a, b)
+    assert [text for text in saved(router, x) if text.endswith(f"[30, {D}]")] == [of(x)]
 
 
 @NAMED
@@ -243,6 +298,107 @@ def test_its_gradient_evens_the_experts_out() -> None:
     assert after.sum() == 600
     assert 1 - 1e-3 < last < first
     assert moe.experts.gate_proj.grad is None
+
+
+# ---- what is alive -------------------------------------------------------------------------------
+
+
+def of(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+
+
+def saved(module: nn.Module, x: Tensor) -> list[str]:
+    """What autograd keeps for backward, each storage once, those of parameters left out."""
+    held = {plain(p).untyped_storage().data_ptr() for p in module.parameters()}
+    seen: dict[int, str] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if (at := t.untyped_storage().data_ptr()) not in held:
+            seen.setdefault(at, of(t))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = module(x)
+    del result
+    return sorted(seen.values())
+
+
+class Live(TorchDispatchMode):
+    """Memory of ``least`` bytes and more that ops make, but for that of a module: all ``made``,
+    and what there is of it ``at`` each op of one name."""
+
+    def __init__(self, module: nn.Module, name: str, least: int) -> None:
+        super().__init__()
+        self.name, self.least, self.at = f"float8::{name}", least, list[list[str]]()
+        self.held = {plain(p).untyped_storage()._cdata for p in module.parameters()}
+        self.known: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        self.known = {at: known for at, known in self.known.items() if not known[0].expired()}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and (memory := t.untyped_storage()).nbytes() >= self.least:
+                if memory._cdata not in self.known and memory._cdata not in self.held:
+                    self.known[memory._cdata] = StorageWeakRef(memory), of(t)
+                    self.made.append(of(t))
+        if op.name() == self.name:
+            self.at.append(sorted(text for _, text in self.known.values()))
+        return out
+
+
+T, ROWS = 256, 256 * 3  # three experts for each
+
+
+def wide(recipe: Recipe) -> tuple[MoE, Tensor]:
+    """A layer that computes nothing, and its input."""
+    moe = MoE(D, F_, experts=2 * E, top_k=3, device="meta", dtype=torch.bfloat16)
+    convert(moe, recipe)
+    return moe, torch.empty(T, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+
+def test_tokens_are_kept_and_not_their_rows() -> None:
+    """Of x: itself. y's rows are kept for the gradients of the routing weights."""
+    moe = MoE(D, F_, experts=2 * E, top_k=3, dtype=torch.bfloat16)
+    convert(moe)
+    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
+    large = [text for text in saved(moe, x) if text.startswith(("bfloat16", "float8"))]
+    assert_expected_inline(
+        "\n".join(large),
+        """\
+bfloat16 [256, 64]
+bfloat16 [768, 48]
+bfloat16 [768, 48]
+bfloat16 [768, 64]
+float8_e4m3fn [48, 2176]""",
+    )
+    moe.router.requires_grad_(False)
+    left = saved(moe, x.detach())
+    assert f"bfloat16 [{T}, {D}]" in left
+    assert f"bfloat16 [{ROWS}, {D}]" not in left
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, BLOCKWISE, MXFP8], ids=name)
+def test_no_rows_in_high_precision_on_the_way_to_experts(recipe: Recipe) -> None:
+    moe, x = wide(recipe)
+    with Live(moe, "unpermute", 1) as live:
+        moe(x)
+    assert live.made.count(f"bfloat16 [{ROWS}, {D}]") == 1  # y's
+    assert f"float8_e4m3fn [{ROWS}, {D}]" in live.made
+
+
+def test_what_is_alive_beside_each_gradient_of_a_weight() -> None:
+    """In eager code. The largest of all, in layers of usual sizes."""
+    moe, x = wide(ROWWISE)
+    with Live(moe, "grouped_wgrad", ROWS * F_) as live:
+        moe(x)[0].sum().backward()
+    assert_expected_inline(
+        "\n".join(", ".join(each) for each in live.at),
+        """\
+bfloat16 [12, 48, 64], float8_e4m3fn [2, 48, 2176], float8_e4m3fn [48, 2176], float8_e4m3fn [64, 2176], float8_e4m3fn [64, 2176]
+bfloat16 [12, 48, 64], bfloat16 [12, 48, 64], float8_e4m3fn [2, 48, 2176], float8_e4m3fn [48, 2176], float8_e4m3fn [64, 2176], float8_e4m3fn [64, 2176]
+bfloat16 [12, 48, 64], bfloat16 [12, 48, 64], bfloat16 [12, 64, 48], float8_e4m3fn [48, 2176], float8_e4m3fn [64, 2176]""",  # noqa: E501
+    )
 
 
 # ---- empty experts, memory nobody wrote ----------------------------------------------------------
