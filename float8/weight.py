@@ -224,10 +224,8 @@ class Float8Weight(torch.Tensor):
             wrapper = {id(w.original): w for w in weights}
             _count_writes(func, plain_args, plain_kwargs, wrapper.keys())
             return _each(out, lambda t: wrapper.get(id(t), t))
-        joins = kind != "joins" or (
-            len(weights) == len(args[0]) and all(other.recipe == w.recipe for other in weights)
-        )
-        if kind == "other" or not joins:
+        joined = args[0] if kind == "joins" else ()
+        if kind == "other" or any(getattr(t, "recipe", None) != w.recipe for t in joined):
             return out
         with torch.inference_mode(w.is_inference()):  # autograd wants views to be as their base is
             of = _copies_of_view if kind == "views" and has_copies(w) else lambda w, t: None
@@ -339,24 +337,21 @@ def _like(w: Float8Weight, inner: Tensor, copies: Copies | None = None) -> Float
 def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
     """Of w's copies those of a view t of its original: of the whole or of one matrix, as it is or
     transposed; of others none."""
-    whole, parts, turned = w.original, w.copies.parts, w.copies.turned
-    lead = whole.ndim - t.ndim
-    shape, stride = list(whole.shape[lead:]), list(whole.stride()[lead:])
+    whole, copies, lead = w.original, replace(w.copies), w.ndim - t.ndim
+    have, of = (list(zip(x.shape, x.stride(), strict=True)) for x in (t, whole))
     if lead not in (0, 1) or t.ndim < 2:
         return None
-    if (list(t.shape), list(t.stride())) != (shape, stride):
-        shape[-2:], stride[-2:] = shape[:-3:-1], stride[:-3:-1]
-        if (list(t.shape), list(t.stride())) != (shape, stride):
+    if have != of[lead:]:
+        if have != [*of[lead:-2], of[-1], of[-2]]:
             return None
-        parts = tuple(parts[i ^ 1] for i in range(len(parts)))
-        turned = not turned
+        copies.parts = tuple(copies.parts[i ^ 1] for i in range(len(copies.parts)))
+        copies.turned = not copies.turned
     step = int(whole.stride(0))
     e, rest = divmod(int(t.storage_offset() - whole.storage_offset()), step or 1)
     if rest or not 0 <= e < (len(whole) if lead else 1):
         return None
-    copies: Copies = replace(w.copies, parts=parts, turned=turned)
     if lead:
-        copies.parts, copies.matrix = tuple(_matrix(part, e) for part in parts), e
+        copies.parts, copies.matrix = tuple(_matrix(part, e) for part in copies.parts), e
         # A matrix of a stack whose matrices are one (stride 0) starts where the stack does: any of
         # them has its copies, but not its gradient.
         copies.total = copies.total if step else None
@@ -558,11 +553,13 @@ def _linear_form(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def _added(
-    op: Any, equation: str, c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float
+    op: Any, equation: str, c: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     c = _plain(c)
     if not (isinstance(a, Float8Weight) or isinstance(b, Float8Weight)):
         return op(c, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
+    if a.ndim == b.ndim == 2 and c.shape == b.shape[1:] and beta == alpha == 1:
+        return _linear_form(a, b.t(), c)
     y = _contract(equation, a, b)
     return _plus(y if alpha == 1 else y * alpha, None if beta == 0 else c, beta)
 
@@ -626,11 +623,11 @@ _FORMS: dict[tuple[Any, ...], Callable[..., Any]] = {
     (torch.mm, Tensor.mm): lambda input, mat2: _contract("mk,kn->mn", input, mat2),
     (torch.bmm, Tensor.bmm): lambda input, mat2: _contract("bmk,bkn->bmn", input, mat2),
     (torch.mv, Tensor.mv): lambda input, vec: _contract("mk,k->m", input, vec),
-    (torch.addmm, Tensor.addmm): lambda input, mat1, mat2, *, beta=1, alpha=1: _added(
-        torch.addmm, "mk,kn->mn", input, mat1, mat2, beta, alpha
+    (torch.addmm, Tensor.addmm): lambda input, mat1, mat2, **scales: _added(
+        torch.addmm, "mk,kn->mn", input, mat1, mat2, **scales
     ),
-    (torch.baddbmm, Tensor.baddbmm): lambda input, batch1, batch2, *, beta=1, alpha=1: _added(
-        torch.baddbmm, "bmk,bkn->bmn", input, batch1, batch2, beta, alpha
+    (torch.baddbmm, Tensor.baddbmm): lambda input, batch1, batch2, **scales: _added(
+        torch.baddbmm, "bmk,bkn->bmn", input, batch1, batch2, **scales
     ),
     (torch._grouped_mm,): _grouped,  # what F.grouped_mm calls
 }
