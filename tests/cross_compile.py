@@ -8,14 +8,16 @@
 Run as a program of its own: in a process with Triton's interpreter the kernels are not compilable.
 """
 
+import bisect
 import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -73,16 +76,36 @@ def compiled(recorded: tuple[Any, Any, Any], target: GPUTarget) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
-def machine_code(binary: Any) -> str:
-    """SASS of a cubin, by the disassembler that Triton brings along."""
+def text_section(cubin: bytes) -> bytes:
+    """The instructions of a cubin of one kernel, an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, naming = struct.unpack_from("<3H", cubin, 58)
+    # of each section: where its name is among the names, its offset, its length
+    sections = [struct.unpack_from("<I20x2Q", cubin, table + i * size) for i in range(count)]
+    names = sections[naming][1]
+    (found,) = [s for s in sections if cubin.startswith(b".text.", names + s[0])]
+    return cubin[found[1] : sum(found[1:])]
+
+
+def machine_code(binaries: Sequence[Any], target: GPUTarget) -> list[str]:
+    """SASS of each kernel, by the disassembler that Triton brings along. It gets all in one piece,
+    for to start it takes as long as fifteen kernels do."""
+    codes = [text_section(binary.asm["cubin"]) for binary in binaries]
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
+    arch = sm_arch_from_capability(target.arch).replace("sm_", "SM")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
         file.flush()
-        # -ndf: without an analysis of data flow, which takes a quarter of the time.
-        command = [tool, "-c", "-ndf", file.name]
+        # -ndf: without an analysis of data flow, which takes longer than the rest.
+        command = [tool, "-ndf", "--binary", arch, file.name]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return run.stdout
+    ends = list(itertools.accumulate(map(len, codes)))
+    found: list[list[str]] = [[] for _ in codes]
+    for line in run.stdout.splitlines(keepends=True):
+        if address := re.match(r"\s+/\*([0-9a-f]{4,})\*/", line):
+            found[bisect.bisect_right(ends, int(address[1], 16))].append(line)
+    assert all(len(sass) * 16 == len(code) for sass, code in zip(found, codes, strict=True))
+    return ["".join(sass) for sass in found]
 
 
 def stack_pointer_reads(sass: str) -> int:
@@ -97,7 +120,7 @@ def stack_pointer_reads(sass: str) -> int:
     return found
 
 
-def facts(binary: Any) -> dict[str, Any]:
+def read(binary: Any, sass: str) -> dict[str, Any]:
     amd = "amdgcn" in binary.asm
     code = binary.asm["amdgcn" if amd else "ptx"]
     if amd:
@@ -106,7 +129,6 @@ def facts(binary: Any) -> dict[str, Any]:
         wide, all_ = r"{}\.global[.\w:]*\.v4\.b32|cp\.async\.cg", r"{}\.global|cp\.async\.c"
     count = lambda pattern, op: len(re.findall(pattern.format(op), code))  # noqa: E731
     load, store = ("load", "store") if amd else ("ld", "st")
-    sass = "" if amd else machine_code(binary)
     return {
         "spills": len(re.findall(r"\b(LDL|STL)\b", sass)),
         "stack_pointer_reads": stack_pointer_reads(sass),
@@ -122,6 +144,14 @@ def facts(binary: Any) -> dict[str, Any]:
         "atomics": len(re.findall(r"atom(?:ic)?[._]", code)),
         "shared": binary.metadata.shared,
     }
+
+
+def facts(binaries: Sequence[Any], target: GPUTarget) -> list[dict[str, Any]]:
+    """What the code of each kernel shows."""
+    amd = target.backend == "hip"
+    return list(
+        map(read, binaries, [""] * len(binaries) if amd else machine_code(binaries, target))
+    )
 
 
 def quantize(row: CastPlan | None, col: CastPlan | None) -> None:
@@ -206,6 +236,15 @@ RUNS: dict[str, dict[str, Callable[[CastPlan | None, CastPlan | None], None]]] =
 }
 
 
+def show(lines: list[tuple[str, dict[str, Any]]], known: dict[str, Any], target: GPUTarget) -> None:
+    """Print what the code of the kernels of ``lines`` shows, and forget the lines."""
+    keys = list(dict.fromkeys(key for key, _ in lines))
+    shown = dict(zip(keys, facts([known[key] for key in keys], target), strict=True))
+    for key, where in lines:
+        print(json.dumps(where | shown[key]), flush=True)
+    lines.clear()
+
+
 def main(arguments: list[str]) -> None:
     targets = [a for a in arguments if not a.startswith("--")]
     options = set(arguments) - set(targets)
@@ -237,7 +276,8 @@ def main(arguments: list[str]) -> None:
         casts = {k: CastPlan(block, fmt.dtype, "fp32") for k, block in BLOCKS.items()}
         if fmt is E4M3FN:
             casts["mx"] = CastPlan((1, 32), fmt.dtype, "e8m0_rceil")
-        known: dict[str, dict[str, Any]] = {}  # casts share launches
+        known: dict[str, Any] = {}  # casts share launches
+        lines: list[tuple[str, dict[str, Any]]] = []
         for (source, run), (kind, cast) in itertools.product(runs.items(), casts.items()):
             for layouts in ("dual", "row", "col"):
                 launches.clear()
@@ -245,10 +285,12 @@ def main(arguments: list[str]) -> None:
                     run(None if layouts == "col" else cast, None if layouts == "row" else cast)
                 for seen in launches:
                     key = repr(seen)
-                    known[key] = known.get(key) or facts(compiled(seen, target))
+                    known[key] = known.get(key) or compiled(seen, target)
                     where = {"target": name, "of": source, "kind": kind, "layouts": layouts}
-                    line = {**where, "kernel": seen[0].__name__, **known[key]}
-                    print(json.dumps(line), flush=True)
+                    lines.append((key, {**where, "kernel": seen[0].__name__}))
+                if "--portable" in options:  # what comes later may not compile
+                    show(lines, known, target)
+        show(lines, known, target)
 
 
 if __name__ == "__main__":

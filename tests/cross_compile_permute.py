@@ -81,14 +81,16 @@ def main(targets: list[str]) -> None:
             else GPUTarget("hip", name, profile.wavefront)
         )
         fmt = E4M3FNUZ if profile.flavour == "fnuz" else E4M3FN
+        lines, binaries = [], []
         for what, run in runs(fmt).items():
             launches.clear()
             with assume_device(name):
                 run()
             for seen in launches:
-                shown = facts(compiled(seen, target))
-                where = {"target": name, "of": what, "kernel": seen[0].__name__}
-                print(json.dumps({**where, **shown}), flush=True)
+                lines.append({"target": name, "of": what, "kernel": seen[0].__name__})
+                binaries.append(compiled(seen, target))
+        for where, shown in zip(lines, facts(binaries, target), strict=True):
+            print(json.dumps(where | shown), flush=True)
 
 
 if __name__ == "__main__":
