@@ -1471,6 +1471,41 @@ def test_converted_experts_train_in_fp8(
     assert_same_bytes(reverted[:28], plain[:28])  # torch leaves rows of no expert unwritten
 
 
+CASTS: dict[str, tuple[torch.dtype, bool, int]] = {  # the weight's dtype, autocast, casts of it
+    "kept in bf16": (BF16, False, 0),
+    "cast by autocast": (torch.float32, True, 0),
+    "cast by the module": (torch.float32, False, 4),  # w2 for dgrad too
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_experts_that_cast_their_weights_in_a_block_of_cached_weights(name: str) -> None:
+    """Copies serve what has the weight's own values; what is rounded first has its own bits."""
+    dtype, autocast, casts = CASTS[name]
+    model = Experts().to(dtype)
+    float8.convert(model)
+    x, counts = torch.randn(30, 32), torch.tensor([5, 0, 20, 3])
+    if autocast:
+        model.forward = lambda x, counts: F.grouped_mm(  # type: ignore[method-assign]
+            F.silu(F.grouped_mm(x, model.w1.mT, offs=counts.cumsum(0, dtype=torch.int32))),
+            model.w2.mT,
+            offs=counts.cumsum(0, dtype=torch.int32),
+        )
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            y = model(x, counts)
+        y.float().square().sum().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = run()
+    with float8.cached_weights(model), Ops() as ops:
+        for ours, same in zip(run(), expected, strict=True):
+            assert_same_bytes(ours, same)
+    assert ops.seen.get("quantize", 0) + ops.seen.get("quantize_and_measure", 0) == casts
+
+
 def test_compiled_records_the_run() -> None:
     layer = wrapped(lambda x, w: x @ w.t())
     call = torch.compile(layer, backend="eager", fullgraph=True)
