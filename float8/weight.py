@@ -136,13 +136,14 @@ class Float8Weight(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # torch.compile compares this before it reuses code. Hence the assumed device, and no parts
         # of a weight that has changed, so that code is traced again, which is refused.
-        copies = self.copies if has_copies(self) else None
-        parts = () if copies is None or copies.made.has_changed() else copies.parts
-        names = [f"copy{i}" for i, part in enumerate(parts) if part is not None]
-        of = None if copies is None else (len(parts), None, False)
-        if parts and copies is not None and copies.total is not None:
-            names, of = [*names, "total"], (len(parts), copies.matrix, copies.turned)
-        return ["original", *names], (self.recipe, self.record, of, assumed_device())
+        names, of = ["original"], None
+        if self.copies is not None and has_copies(self):
+            copies = self.copies
+            parts = () if copies.made.has_changed() else copies.parts
+            names += [f"copy{i}" for i, part in enumerate(parts) if part is not None]
+            names += ["total"] if parts and copies.total is not None else []
+            of = len(parts), copies.matrix, copies.turned
+        return names, (self.recipe, self.record, of, assumed_device())
 
     @staticmethod
     def __tensor_unflatten__(
@@ -165,8 +166,8 @@ class Float8Weight(torch.Tensor):
         return repr(("Float8Weight", self.recipe, plans, layout, copied, total, of))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (self.original, self.recipe, self.requires_grad, is_parameter)
+        kind = self.requires_grad, isinstance(self, nn.Parameter)
+        return _rebuild, (self.original, self.recipe, *kind)
 
     @classmethod
     def __torch_function__(
@@ -249,9 +250,8 @@ class Float8Weight(torch.Tensor):
         self, gathered: tuple[Tensor], metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         # Given ``out``, made here the first time, FSDP2 has gathered into its storage again.
-        if out is not None:
-            return None
-        return _like(self, gathered[0].view(-1, *metadata[1:])), gathered
+        whole = gathered[0].view(-1, *metadata[1:])
+        return None if out is not None else (_like(self, whole), gathered)
 
 
 _JOINS = (aten.cat.default, aten.stack.default)
@@ -337,7 +337,8 @@ def _like(w: Float8Weight, inner: Tensor, copies: Copies | None = None) -> Float
 def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
     """Of w's copies those of a view t of its original: of the whole or of one matrix, as it is or
     transposed; of others none."""
-    whole, copies, lead = w.original, replace(w.copies), w.ndim - t.ndim
+    copies: Copies = replace(w.copies)
+    whole, lead = w.original, w.ndim - t.ndim
     have, of = (list(zip(x.shape, x.stride(), strict=True)) for x in (t, whole))
     if lead not in (0, 1) or t.ndim < 2:
         return None
@@ -351,10 +352,11 @@ def _copies_of_view(w: Any, t: Tensor) -> Copies | None:
     if rest or not 0 <= e < (len(whole) if lead else 1):
         return None
     if lead:
-        copies.parts, copies.matrix = tuple(_matrix(part, e) for part in copies.parts), e
+        copies.parts = tuple(_matrix(part, e) for part in copies.parts)
         # A matrix of a stack whose matrices are one (stride 0) starts where the stack does: any of
         # them has its copies, but not its gradient.
         copies.total = copies.total if step else None
+        copies.matrix = None if copies.total is None else e
     return copies
 
 
@@ -420,8 +422,7 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         )
     assert isinstance(w, Float8Weight)
     if w.ndim == 2:
-        plans = w.recipe.plan(x.device)
-        note(w, plans)
+        plans = note(w, w.recipe.plan(x.device))
         return run_linear(x, w.plain(), bias, w.recipe, plans, cached_copies(w))
     if len(w) == 0 or isinstance(x, Float8TrainingTensor):
         return torch.bmm(x, w.plain().mT).flatten(0, 1)
@@ -429,10 +430,9 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return _times_groups(x.flatten(0, 1), w, ends)
 
 
-def _times_groups(x_TK: Tensor, w_BNK: Float8Weight, offs: Tensor) -> Tensor:
+def _times_groups(x_TK: Tensor, w_BNK: Any, offs: Tensor) -> Tensor:
     """Rows of x, which end where offs says, each with its matrix: [T, N]."""
-    plans = grouped_plans(w_BNK.recipe, x_TK.device)
-    note(w_BNK, plans)
+    plans = note(w_BNK, grouped_plans(w_BNK.recipe, x_TK.device))
     w_BKN, copies = w_BNK.plain().mT, cached_copies(w_BNK)
     return run_grouped_mm(x_TK, w_BKN, offs, w_BNK.recipe, plans, copies)
 
@@ -455,10 +455,11 @@ def has_copies(w: Any) -> bool:
     return w.copies is not None and w.copies.made is w.record.cached
 
 
-def note(w: Float8Weight, plans: Plans) -> None:
-    """Record who is going to multiply w."""
+def note(w: Float8Weight, plans: Plans) -> Plans:
+    """Record who is going to multiply w: by these plans."""
     forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
     w.record.last_run = (forward, dgrad, wgrad)
+    return plans
 
 
 def _contract(
@@ -492,9 +493,9 @@ def _contract(
         if not (letters_broadcast or isinstance(s, int)) or 1 not in (x.shape[i], w.shape[j]):
             raise ValueError(f"{name}: {s!r} has sizes {x.shape[i]} and {w.shape[j]}")
         if x.shape[i] == 1:
-            x, in_x = x.squeeze(i), [*in_x[:i], *in_x[i + 1 :]]
+            x, _ = x.squeeze(i), in_x.pop(i)
         else:
-            w, in_w = w.squeeze(j), [*in_w[:j], *in_w[j + 1 :]]
+            w, _ = w.squeeze(j), in_w.pop(j)
     if summed := [i for i, s in enumerate(in_x) if s not in in_w and s not in out]:
         x, in_x = x.sum(summed), [s for i, s in enumerate(in_x) if i not in summed]
 
@@ -692,9 +693,8 @@ def unwrap_parameter(module: nn.Module, name: str) -> None:
     elif is_traceable_wrapper_subclass(p):
         raise ValueError(f"parameter {name!r} is sharded; call unwrap_parameter before sharding it")
     given.weights.pop(name, None)
-    if not any(isinstance(other, Float8Weight) for other in module._parameters.values()):
-        for hook in given.hooks:
-            hook.remove()
+    for hook in () if given.weights else given.hooks:
+        hook.remove()
 
 
 class _Given:
@@ -754,8 +754,7 @@ def _swap(p: nn.Parameter, content: Tensor) -> None:
 
 def _plain_state(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
     for key in (prefix + name for name in module._parameters):
-        if key in state_dict:
-            value = state_dict[key]
+        if (value := state_dict.get(key)) is not None:
             state_dict[key] = _change(value, value, lambda t, _: _plain(t))
 
 
@@ -764,10 +763,8 @@ def _wrap_state(
 ) -> None:
     if local_metadata.get("assign_to_params_buffers"):  # values take the parameters' places
         for name, p in module._parameters.items():
-            if (value := state_dict.get(prefix + name)) is not None:
-                state_dict[prefix + name] = _change(
-                    value, p, lambda t, w: _like(w, _plain(t).detach())
-                )
+            if (value := state_dict.get(key := prefix + name)) is not None:
+                state_dict[key] = _change(value, p, lambda t, w: _like(w, _plain(t).detach()))
 
 
 def _change(value: Any, like: Any, change: Callable[[Any, Any], Any]) -> Any:
