@@ -24,6 +24,7 @@ from .grouped import group_ends
 from .layers import make_step, near, taken, variants
 from .registry import Bench, Call, Contender, Options, Outputs, Shape, compiled, named_shapes
 
+SUMS = (torch.bfloat16, torch.float32)  # of gradients over micro-batches, by the products
 Convert = Callable[[nn.Module], nn.Module]
 Product = Callable[..., Tensor]
 
@@ -76,36 +77,6 @@ class Layer(nn.Module):
         rows = torch._grouped_mm(F.silu(gates) * ups, down, offs=offs)
         rows = rows * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, token, rows)
-
-
-class Apart(nn.Module):
-    """``Sorted`` by the experts of ``float8.MoE``, gate's and up's weights apart: one call, whose
-    weights are cached."""
-
-    def __init__(self, base: Sorted) -> None:
-        super().__init__()
-        (e, d, f), offs = base.down_proj.shape, base.offs
-        place = {"device": offs.device, "dtype": base.down_proj.dtype}
-        self.experts = float8.moe.Experts(d, f, e, **place)
-        gate, up = base.gate_up_proj.detach().chunk(2, 1)
-        for w, of in zip(self.experts.parameters(), (gate, up, base.down_proj), strict=True):
-            w.data.copy_(of)
-        self.register_buffer("offs", offs, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.experts(x, self.offs)
-        return y
-
-    @staticmethod
-    def joined(call: Call) -> Outputs:
-        """What ``Sorted`` gives."""
-        *others, gate, up, down = call()
-        return *others, torch.cat([gate, up], 1), down
-
-
-def apart(recipe: float8.Recipe, model: nn.Module) -> nn.Module:
-    assert isinstance(model, Sorted)
-    return converted(recipe, Apart(model))
 
 
 def by(multiply: Product, model: nn.Module) -> nn.Module:
@@ -164,24 +135,6 @@ def micro_batches(
     return step
 
 
-def summed(
-    name: str, step: Callable[..., Call], check: Callable[[Call], str | None]
-) -> dict[str, Contender]:
-    """Micro-batches whose products are added to the sum of the weights' gradients."""
-    joined = lambda call: check(partial(Apart.joined, call))  # noqa: E731
-    recipe, found = float8.RECIPES[name], {}
-    for dtype in (torch.bfloat16, torch.float32):
-        make = partial(step, partial(converted, recipe), dtype)
-        label = f"{name}, summed in {str(dtype).removeprefix('torch.')}"
-        found[label] = Contender(make, check, ours=True, line=True)
-    for label, each in variants(name).items():
-        if label != f"{name}, weights saved":  # cached weights always are
-            make = partial(step, partial(apart, each), torch.bfloat16)
-            label = f"{label.removesuffix(', weights saved')}, in one call, summed in bfloat16"
-            found[label] = Contender(make, joined, ours=True, line=True)
-    return found
-
-
 def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender]:
     base, x, g = build(shape, options.device)
     step: Callable[[Convert], Call] = partial(
@@ -192,17 +145,22 @@ def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender
     check = partial(near, step(lambda model: model)())
     found = {"bf16": Contender(partial(step, lambda model: model), check, line=True)}
     for name in options.recipes:
-        recipe = float8.RECIPES[name]
         ways = {label: (one_call, each) for label, each in variants(name).items()}
         if kind == "4-micro-batches":
-            ways = {name: (converted, recipe)}  # weights given to a function are not cached
-        elif isinstance(base, Sorted):
-            ways[f"{name}, call by call"] = converted, recipe
+            del ways[f"{name}, weights saved"]  # as those that are cached always are
+        if isinstance(base, Sorted):
+            if kind == "4-micro-batches":  # and those that a function is given are not
+                ways = {label: (converted, each) for label, (_, each) in ways.items()}
+            else:
+                ways[f"{name}, call by call"] = converted, float8.RECIPES[name]
         for label, (convert, each) in ways.items():
             make = partial(step, partial(convert, each))
             found[label] = Contender(make, check, ours=True, line=True)
-        if kind == "4-micro-batches":
-            found |= summed(name, step, check)
+            for sums in SUMS if kind == "4-micro-batches" else ():
+                make = partial(step, partial(convert, each), sums)
+                found[f"{label}, summed in {str(sums)[6:]}"] = Contender(
+                    make, check, ours=True, line=True
+                )
     if options.peer and isinstance(base, Sorted):
         make = partial(step, partial(by, peers.grouped_product))
         found["torchao rowwise"] = Contender(make, check, line=True)
@@ -238,5 +196,4 @@ BENCHES = [
         ("moe", LAYERS, (96, 64, 96, 8, 2)),
     )
     for kind in ("compiled", "uncompiled", "4-micro-batches")
-    if group == "experts" or kind != "4-micro-batches"
 ]

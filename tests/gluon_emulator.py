@@ -138,10 +138,7 @@ class Barriers:
 
 
 def fill_nan(x: Tensor) -> None:
-    if x.element_size() == 1:
-        x.view(torch.uint8).fill_(0x7F)
-    else:
-        x.fill_(torch.nan)
+    x.view(torch.uint8).fill_(0x7F if x.element_size() == 1 else 0xFF)
 
 
 class Shared:
@@ -249,6 +246,15 @@ class Pointer:
         self.data[at[mask]] += value[mask]
 
 
+def select(condition: Any, a: Any, b: Any) -> Any:
+    return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+
+
+def extreme(choose: Callable[..., Tensor], a: Any, b: Any) -> Any:
+    chosen = choose(torch.as_tensor(a), torch.as_tensor(b))
+    return chosen if chosen.ndim else int(chosen)
+
+
 class Gluon:
     """What a module imports of Gluon, for one program."""
 
@@ -259,19 +265,23 @@ class Gluon:
         machine = self.machine
         gl = SimpleNamespace(
             float32=torch.float32,
+            int32=torch.int32,
             int64=torch.int64,
             program_id=lambda axis: self.program,
             num_programs=lambda axis: self.programs,
             cdiv=lambda a, b: -(-a // b),
-            minimum=min,
-            maximum=max,
+            minimum=lambda a, b: extreme(torch.minimum, a, b),
+            maximum=lambda a, b: extreme(torch.maximum, a, b),
+            associative_scan=lambda x, axis, add: x.cumsum(axis, dtype=x.dtype),
+            sum=lambda x, axis: int(x.sum(axis)),
+            max=lambda x, axis: int(x.amax(axis)),
             multiple_of=lambda x, n: x,
-            where=lambda condition, a, b: a if condition else b,
+            where=select,
             to_tensor=lambda x: x,
             static_range=range,
             static_assert=lambda condition: None,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-            arange=lambda start, end, layout: torch.arange(start, end),
+            arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
             SliceLayout=lambda dim, layout: None,
             split=lambda x: (x[..., 0], x[..., 1]),
             permute=lambda x, order: x.permute(order),
@@ -303,6 +313,9 @@ class Gluon:
             "warpgroup_mma": self.begin,
             "warpgroup_mma_wait": self.wait,
             "_sums": lambda columns: None,
+            "_line": lambda: None,
+            "_spread": lambda: None,
+            "_each": lambda warps: None,
             "_lines": lambda columns, element: None,
             "_vector": lambda element: 16 // element.itemsize,
         }

@@ -349,6 +349,28 @@ def test_groups_of_columns(case: int, kernel: Kernel) -> None:
         assert_products(out, x, fast)
 
 
+@each
+def test_a_few_groups_among_many_empty_ones(kernel: Kernel) -> None:
+    """More than a warp has lanes, and than four have."""
+    count = 1000 if kernel.device == "cuda" else 140
+    for mode in kernel.modes():
+        sizes = [0] * count
+        for at, size in ((3, 1), (31, 130), (32, 7), (129, 70), (count - 2, 128)):
+            sizes[at] = size
+        x = kernel.rows(sizes, 3, 48, 32, mode)
+        assert_products(kernel(x), x)
+
+
+def test_more_groups_than_fit_into_a_list() -> None:
+    x = rows([0] * 8193, 3, 16, 16, ROWS["rowwise"], "cpu")
+    with pytest.raises(ValueError) as refusal:
+        Kernel("hopper", "cpu")(x)
+    pytest.importorskip("expecttest").assert_expected_inline(
+        str(refusal.value),
+        """impl='hopper' cannot multiply these groups: there are 8193, and their list in shared memory has room for 8192""",
+    )
+
+
 @pytest.mark.parametrize("align", [1, 16, 128])
 @each
 def test_many_groups_at_random(kernel: Kernel, align: int) -> None:

@@ -17,6 +17,7 @@ from ..scaling import FULL, Block, scale_shape
 from .grouped import scale_by_group, stacked
 from .matmul_hopper import KINDS, fits
 
+MOST = 8192  # groups of rows, listed beside three buffers of operands
 Scales = tuple[str, str]
 
 
@@ -44,11 +45,17 @@ def multiply_rows(
     Returns: [T, N] ``out_dtype``; rows of no group are zero.
 
     Raises:
-        ValueError: the operands do not fit (``matmul_hopper.fits``).
+        ValueError: the operands do not fit (``matmul_hopper.fits``), or there are more than MOST
+            groups.
     """
     assert block_a[0] in (1, FULL) and block_b[0] == 1, (block_a, block_b)
     assert scale_a.shape == scale_shape(a_TK.shape, block_a), scale_a.shape
     assert scale_b.shape == scale_shape(b_GNK.shape, block_b), scale_b.shape
+    if len(offs) > MOST:
+        raise ValueError(
+            f"impl='hopper' cannot multiply these groups: there are {len(offs)}, and their list in "
+            f"shared memory has room for {MOST}"
+        )
     a_TK, _ = stacked(a_TK[None])
     n = b_GNK.shape[1]
     b_RK, b_rows = stacked(b_GNK)

@@ -9,8 +9,9 @@ once: one producer warp, which moves operands and their scales into a ring of ST
 and two warpgroups, each of which multiplies 64 rows of the tile by all its columns. Of each buffer,
 the barrier ``full`` completes when all its bytes have arrived, and ``empty`` when both warpgroups
 have read it. All three walk the same tiles in the same order and count the same buffers; nothing
-else passes between them. Where there are groups, all three read where those end, and walk the tiles
-of one group after another's.
+else passes between them. Where there are groups of rows, a list in shared memory says how many
+tiles there are up to the end of each, and every warp finds a tile's group in it by itself: empty
+groups cost nothing.
 
 Where sums are promoted, the tensor cores add 128 products at a time, in less than float32, and
 these partial sums are scaled and added up in float32. Four things keep that fast and free of
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,7 +47,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..formats import format_of
 from .launch import Launch
 
-_SHARED_MEMORY = 226 * 1024  # of the 227 KiB a program can have, the rest is for barriers
+_SHARED_MEMORY = 227 * 1024 - 512  # of what a program can have; the rest is for barriers
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Config:
     SCALE_A: str
     SCALE_B: str
     GROUPS: str
+    CAPACITY: int  # groups of rows, and more
     FAST: bool  # sums stay in the tensor cores
     BIAS: bool
     ACCUMULATE: bool  # onto what out holds
@@ -72,15 +75,23 @@ class Config:
 
     @staticmethod
     def of(
-        scales: tuple[str, str], groups: str, fast: bool, bias: bool, accumulate: bool, wide: int
+        scales: tuple[str, str],
+        groups: str,
+        count: int,
+        fast: bool,
+        bias: bool,
+        accumulate: bool,
+        wide: int,
     ) -> Config:
         """``wide``: bytes of an output, 0 where TMA cannot write them."""
-        # What is written, and the sums it is made of, must fit beside the other half's sums.
+        capacity = max(32, triton.next_power_of_2(count)) if groups == "rows" else 0
+        # What is written, and the sums it is made of, must fit beside the other half's sums. (Two
+        # buffers in turn, of half the columns, were slower: TMA then writes 128 bytes of a row.)
         width = 256 // wide if wide else 32
         stage = (128 + Config.BN) * Config.BK
         stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
-        stages = min(4, (_SHARED_MEMORY - 128 * width * wide) // stage)
-        return Config(*scales, groups, fast, bias, accumulate, wide > 0, width, stages)
+        stages = min(4, (_SHARED_MEMORY - 4 * capacity - 128 * width * wide) // stage)
+        return Config(*scales, groups, capacity, fast, bias, accumulate, wide > 0, width, stages)
 
 
 @gluon.constexpr_function
@@ -92,52 +103,93 @@ def _sums(columns):
 
 
 @gluon.jit
-def _group_count(G, P: gl.constexpr):
-    """With groups of rows those of no group, which come out zero, are the last one."""
-    if P.GROUPS == "rows":
-        count = G + 1
-    elif P.GROUPS == "columns":
-        count = G
-    else:
-        count = 1
-    return count
-
-
-@gluon.jit
 def _span(offs, g, G, LENGTH):
-    """Where group g begins and ends, within LENGTH whatever offs holds; group G is the rest."""
-    start = gl.load(offs + (g - 1), mask=g > 0, other=0)
+    """Where groups g begin and end, within LENGTH whatever offs holds; group G is the rest."""
+    start = gl.load(offs + (g - 1), mask=(g > 0) & (g <= G), other=0)
     end = gl.load(offs + g, mask=g < G, other=LENGTH)
     start = gl.minimum(gl.maximum(start, 0), LENGTH)
     return start, gl.minimum(gl.maximum(end, start), LENGTH)
 
 
 @gluon.jit
-def _group(offs, g, G, M, K, down, P: gl.constexpr):
-    """Of group g: where its tiles begin, and how many rows of them there are; where its rows of the
-    output begin and end; its first block of K, and how many it has."""
-    top, low, high, begin, blocks = 0, 0, M, 0, gl.cdiv(K, P.BK)
-    if P.GROUPS == "rows":
-        low, high = _span(offs, g, G, M)
-        top, blocks = low, gl.where(g < G, blocks, 0)
-        if P.SCALE_A == "vector":
-            # TMA reads scales from multiples of 4 on. The rows before are another group's.
-            top = gl.where(high > low, low // 4 * 4, low)
-        down = gl.cdiv(high - top, 128)
-    elif P.GROUPS == "columns":
-        start, end = _span(offs, g, G, K)
-        begin, blocks = start // P.BK, gl.cdiv(end - start, P.BK)
-    return top, down, low, high, begin, blocks
+def _top(low, high, P: gl.constexpr):
+    """The row that the first tile of a group begins at."""
+    top = low
+    if P.SCALE_A == "vector":
+        # TMA reads scales from multiples of 4 on. The rows before are another group's.
+        top = gl.where(high > low, low // 4 * 4, low)
+    return top
+
+
+@gluon.constexpr_function
+def _each(warps):
+    """A layout of a vector that each warp holds all of."""
+    return gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0]))
+
+
+@gluon.constexpr_function
+def _line():
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.constexpr_function
+def _spread():
+    """A layout of a vector over four warps."""
+    return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
-def _corner(t, down, across, P: gl.constexpr):
-    """First row and column of tile t. Tiles go down GROUP rows of tiles, then on to the next
-    column, so that programs share rows and columns in the cache."""
-    group = t // (P.GROUP * across)
-    within = t % (P.GROUP * across)
-    height = gl.minimum(down - group * P.GROUP, P.GROUP)
-    return (group * P.GROUP + within % height) * 128, within // height * P.BN
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def _list_ends(ends, offs, M, G, across, P: gl.constexpr):
+    """For groups of rows, how many tiles there are up to the end of each; what follows the last
+    group's is never reached."""
+    g = gl.arange(0, P.CAPACITY, _spread())
+    low, high = _span(offs, g, G, M)
+    down = gl.where(g < G, gl.cdiv(high - _top(low, high, P), 128), 0)
+    tiles = gl.associative_scan(down * across, 0, _add)
+    ends.store(gl.where(g < G, tiles, 2**31 - 1))
+
+
+@gluon.jit
+def _count(ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
+    """All tiles. With groups of rows those of no group, which come out zero, are the last one."""
+    count = down * across
+    if P.GROUPS == "rows":
+        end = ends.load(_each(WARPS))
+        low, high = _span(offs, G, G, M)
+        count = gl.cdiv(high - _top(low, high, P), 128) * across
+        count += gl.max(gl.where(end < 2**31 - 1, end, 0), 0)
+    elif P.GROUPS == "columns":
+        count *= G
+    return count
+
+
+@gluon.jit
+def _tile(t, ends, offs, M, K, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
+    """Of tile t: its group; its first row and column; where the group's rows of the output begin
+    and end; its first block of K, and how many it has."""
+    g, top, low, high, begin, blocks = 0, 0, 0, M, 0, gl.cdiv(K, P.BK)
+    if P.GROUPS == "rows":
+        end = ends.load(_each(WARPS))
+        g = gl.sum((end <= t).to(gl.int32), 0)
+        t -= gl.max(gl.where(end <= t, end, 0), 0)
+        low, high = _span(offs, g, G, M)
+        top = _top(low, high, P)
+        down, blocks = gl.cdiv(high - top, 128), gl.where(g < G, blocks, 0)
+    elif P.GROUPS == "columns":
+        g, t = t // (down * across), t % (down * across)
+        start, end = _span(offs, g, G, K)
+        begin, blocks = start // P.BK, gl.cdiv(end - start, P.BK)
+    # Tiles go down GROUP rows of tiles, then on to the next column, so that programs share rows and
+    # columns in the cache.
+    batch, within = t // (P.GROUP * across), t % (P.GROUP * across)
+    height = gl.minimum(down - batch * P.GROUP, P.GROUP)
+    row = top + (batch * P.GROUP + within % height) * 128
+    return g, row, within // height * P.BN, low, high, begin, blocks
 
 
 @gluon.jit
@@ -158,7 +210,7 @@ def _before(stage, P: gl.constexpr):
 @gluon.jit
 def _produce(
     a_desc, b_desc, scale_a_desc, scale_b_desc, a_low, a_high, b, sa_low, sa_high, sb, full, empty,
-    offs, M, K, G, down, across, b_g, sa_k, sb_g, sb_k, P: gl.constexpr,
+    ends, offs, M, K, G, down, across, b_g, sa_k, sb_g, sb_k, P: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: for each tile, for each 128 of K, fill the next buffer."""
     HALF: gl.constexpr = P.BN // 2
@@ -166,37 +218,32 @@ def _produce(
     B_SCALES: gl.constexpr = P.SCALE_B == "vector"
     BYTES: gl.constexpr = (128 + P.BN) * P.BK + 4 * (128 * A_SCALES + P.BN * B_SCALES)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    t = gl.program_id(0)
-    for g in range(_group_count(G, P)):
-        top, tiles_down, _, _, begin, blocks = _group(offs, g, G, M, K, down, P)
-        tiles = tiles_down * across
-        while t < tiles:
-            row, column = _corner(t, tiles_down, across, P)
-            row += top
-            for block in range(begin, begin + blocks):
-                k = block * P.BK
-                ready = full.index(stage)
-                # A new barrier's phase of parity 1 counts as past: the first turn does not wait.
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                # What lies outside a matrix arrives as zeros, and is counted.
-                mbarrier.expect(ready, BYTES)
-                tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
-                tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
-                for h in gl.static_range(2):
-                    there, part = column + h * HALF, stage * 2 + h
-                    at = [g * b_g + there, k]
-                    tma.async_copy_global_to_shared(b_desc, at, ready, b.index(part))
-                    if B_SCALES:
-                        at = [g * sb_g + block * sb_k + there]
-                        tma.async_copy_global_to_shared(scale_b_desc, at, ready, sb.index(part))
-                if A_SCALES:
-                    at = block * sa_k + row
-                    lower, upper = sa_low.index(stage), sa_high.index(stage)
-                    tma.async_copy_global_to_shared(scale_a_desc, [at], ready, lower)
-                    tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, upper)
-                stage, phase = _next(stage, phase, P)
-            t += gl.num_programs(0)
-        t -= tiles  # the next group's are counted from its first
+    t, tiles = gl.program_id(0), _count(ends, offs, M, G, down, across, P, 1)
+    while t < tiles:
+        g, row, column, _, _, begin, blocks = _tile(t, ends, offs, M, K, G, down, across, P, 1)
+        for block in range(begin, begin + blocks):
+            k = block * P.BK
+            ready = full.index(stage)
+            # A new barrier's phase of parity 1 counts as past: the first turn does not wait.
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            # What lies outside a matrix arrives as zeros, and is counted.
+            mbarrier.expect(ready, BYTES)
+            tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
+            tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
+            for h in gl.static_range(2):
+                there, part = column + h * HALF, stage * 2 + h
+                at = [g * b_g + there, k]
+                tma.async_copy_global_to_shared(b_desc, at, ready, b.index(part))
+                if B_SCALES:
+                    at = [g * sb_g + block * sb_k + there]
+                    tma.async_copy_global_to_shared(scale_b_desc, at, ready, sb.index(part))
+            if A_SCALES:
+                at = block * sa_k + row
+                lower, upper = sa_low.index(stage), sa_high.index(stage)
+                tma.async_copy_global_to_shared(scale_a_desc, [at], ready, lower)
+                tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, upper)
+            stage, phase = _next(stage, phase, P)
+        t += gl.num_programs(0)
 
 
 @gluon.jit
@@ -242,8 +289,8 @@ def _inside(rows, columns, low, high, N, P: gl.constexpr):
 
 @gluon.jit
 def _put(at, values, mask, P: gl.constexpr):
-    if P.ACCUMULATE and P.TMA_OUT:
-        # The memory adds 16 bytes at once, and no warp waits for what they held.
+    if P.ACCUMULATE and (P.TMA_OUT or values.dtype == gl.float32):
+        # The memory adds, 16 bytes at once where they lie so: no warp waits for what was there.
         gl.atomic_add(at, values, mask=mask, sem="relaxed")
     else:
         if P.ACCUMULATE:
@@ -317,7 +364,7 @@ def _store(
 
 @gluon.jit
 def _consume(
-    out_desc, out, buffer, scale_a, scale_b, bias, a, b, sa, sb, full, empty, offs,
+    out_desc, out, buffer, scale_a, scale_b, bias, a, b, sa, sb, full, empty, ends, offs,
     M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m,
     FIRST_ROW: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
@@ -325,72 +372,68 @@ def _consume(
     HALF: gl.constexpr = P.BN // 2
     L: gl.constexpr = _sums(HALF)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    t = gl.program_id(0)
-    for g in range(_group_count(G, P)):
-        top, tiles_down, low, high, begin, blocks = _group(offs, g, G, M, K, down, P)
-        tiles = tiles_down * across
+    t, tiles = gl.program_id(0), _count(ends, offs, M, G, down, across, P, 4)
+    while t < tiles:
+        g, row, column, low, high, begin, blocks = _tile(t, ends, offs, M, K, G, down, across, P, 4)
+        row += FIRST_ROW
         own_a, own_b, shift, live = scale_a + g * sa_g, scale_b + g * sb_g, 0, True
         if P.GROUPS == "columns":
             shift = g * M
         if P.GROUPS != "none":
             live = blocks > 0
-        while t < tiles:
-            row, column = _corner(t, tiles_down, across, P)
-            row += top + FIRST_ROW
-            left = gl.zeros([64, HALF], gl.float32, L)
-            right = gl.zeros([64, HALF], gl.float32, L)
-            if P.FAST:
-                for block in range(blocks):
-                    mbarrier.wait(full.index(stage), phase)
-                    b_left = b.index(stage * 2).permute((1, 0))
-                    left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
-                    b_right = b.index(stage * 2 + 1).permute((1, 0))
-                    right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
-                    left, right = warpgroup_mma_wait(2, deps=[left, right])
-                    # The products of this buffer run; those of the one before are done.
-                    mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
-                    stage, phase = _next(stage, phase, P)
-                left, right = warpgroup_mma_wait(0, deps=[left, right])
-                mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=live)
-            else:
-                partial = gl.zeros([64, HALF], gl.float32, L)
-                square_a = own_a + row // 128 * sa_m
-                square_left = own_b + column // 128 * sb_n
-                # The right half may lie beyond the last block of b.
-                square_right = own_b + gl.minimum(column // 128 + 1, (N - 1) // 128) * sb_n
-                for block in range(begin, begin + blocks):
-                    row_scale, left_scale, right_scale = 1.0, 1.0, 1.0
-                    if P.SCALE_A == "square":
-                        row_scale = gl.load(square_a + block * sa_k)
-                    if P.SCALE_B == "square":
-                        left_scale = gl.load(square_left + block * sb_k)
-                        right_scale = gl.load(square_right + block * sb_k)
-                    mbarrier.wait(full.index(stage), phase)
-                    partial = _begin(a.index(stage), b.index(stage * 2), partial)
-                    if P.SCALE_A == "vector":
-                        row_scale = sa.index(stage).load(gl.SliceLayout(1, L))
-                    if P.SCALE_B == "vector":
-                        left_scale = sb.index(stage * 2).load(gl.SliceLayout(0, L))
-                    partial = warpgroup_mma_wait(0, deps=[partial])
-                    left = _promote(left, partial, row_scale, left_scale, P)
-                    left = warpgroup_mma_wait(0, deps=[left])
-                    partial = _begin(a.index(stage), b.index(stage * 2 + 1), partial)
-                    if P.SCALE_B == "vector":
-                        right_scale = sb.index(stage * 2 + 1).load(gl.SliceLayout(0, L))
-                    partial = warpgroup_mma_wait(0, deps=[partial])
-                    mbarrier.arrive(empty.index(stage), count=1)
-                    right = _promote(right, partial, row_scale, right_scale, P)
-                    stage, phase = _next(stage, phase, P)
-            _store(
-                left, out_desc, out, buffer, own_a, own_b, bias, row, column, low, high, shift,
-                live, N, sa_m, sb_n, out_m, HALF, P,
-            )  # fmt: skip
-            _store(
-                right, out_desc, out, buffer, own_a, own_b, bias, row, column + HALF, low, high,
-                shift, live, N, sa_m, sb_n, out_m, HALF, P,
-            )  # fmt: skip
-            t += gl.num_programs(0)
-        t -= tiles  # the next group's are counted from its first
+        left = gl.zeros([64, HALF], gl.float32, L)
+        right = gl.zeros([64, HALF], gl.float32, L)
+        if P.FAST:
+            for block in range(blocks):
+                mbarrier.wait(full.index(stage), phase)
+                b_left = b.index(stage * 2).permute((1, 0))
+                left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
+                b_right = b.index(stage * 2 + 1).permute((1, 0))
+                right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
+                left, right = warpgroup_mma_wait(2, deps=[left, right])
+                # The products of this buffer run; those of the one before are done.
+                mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
+                stage, phase = _next(stage, phase, P)
+            left, right = warpgroup_mma_wait(0, deps=[left, right])
+            mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=live)
+        else:
+            partial = gl.zeros([64, HALF], gl.float32, L)
+            square_a = own_a + row // 128 * sa_m
+            square_left = own_b + column // 128 * sb_n
+            # The right half may lie beyond the last block of b.
+            square_right = own_b + gl.minimum(column // 128 + 1, (N - 1) // 128) * sb_n
+            for block in range(begin, begin + blocks):
+                row_scale, left_scale, right_scale = 1.0, 1.0, 1.0
+                if P.SCALE_A == "square":
+                    row_scale = gl.load(square_a + block * sa_k)
+                if P.SCALE_B == "square":
+                    left_scale = gl.load(square_left + block * sb_k)
+                    right_scale = gl.load(square_right + block * sb_k)
+                mbarrier.wait(full.index(stage), phase)
+                partial = _begin(a.index(stage), b.index(stage * 2), partial)
+                if P.SCALE_A == "vector":
+                    row_scale = sa.index(stage).load(gl.SliceLayout(1, L))
+                if P.SCALE_B == "vector":
+                    left_scale = sb.index(stage * 2).load(gl.SliceLayout(0, L))
+                partial = warpgroup_mma_wait(0, deps=[partial])
+                left = _promote(left, partial, row_scale, left_scale, P)
+                left = warpgroup_mma_wait(0, deps=[left])
+                partial = _begin(a.index(stage), b.index(stage * 2 + 1), partial)
+                if P.SCALE_B == "vector":
+                    right_scale = sb.index(stage * 2 + 1).load(gl.SliceLayout(0, L))
+                partial = warpgroup_mma_wait(0, deps=[partial])
+                mbarrier.arrive(empty.index(stage), count=1)
+                right = _promote(right, partial, row_scale, right_scale, P)
+                stage, phase = _next(stage, phase, P)
+        _store(
+            left, out_desc, out, buffer, own_a, own_b, bias, row, column, low, high, shift,
+            live, N, sa_m, sb_n, out_m, HALF, P,
+        )  # fmt: skip
+        _store(
+            right, out_desc, out, buffer, own_a, own_b, bias, row, column + HALF, low, high,
+            shift, live, N, sa_m, sb_n, out_m, HALF, P,
+        )  # fmt: skip
+        t += gl.num_programs(0)
     if P.TMA_OUT:
         tma.store_wait(0)
 
@@ -426,7 +469,7 @@ def matmul_kernel(
     b = gl.allocate_shared_memory(b_desc.dtype, [PARTS, HALF, P.BK], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    sa_low, sa_high, sb, out_low, out_high = None, None, None, None, None
+    sa_low, sa_high, sb, out_low, out_high, ends = None, None, None, None, None, None
     if P.SCALE_A == "vector":
         sa_low = gl.allocate_shared_memory(gl.float32, [STAGES, 64], scale_a_desc.layout)
         sa_high = gl.allocate_shared_memory(gl.float32, [STAGES, 64], scale_a_desc.layout)
@@ -435,6 +478,9 @@ def matmul_kernel(
     if P.TMA_OUT:
         out_low = gl.allocate_shared_memory(out_desc.dtype, [64, P.WIDTH], out_desc.layout)
         out_high = gl.allocate_shared_memory(out_desc.dtype, [64, P.WIDTH], out_desc.layout)
+    if P.GROUPS == "rows":
+        ends = gl.allocate_shared_memory(gl.int32, [P.CAPACITY], _line())
+        _list_ends(ends, offs, M, G, across, P)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer
         mbarrier.init(empty.index(i), count=2)  # both warpgroups
@@ -443,16 +489,17 @@ def matmul_kernel(
         [
             (_consume, (
                 out_desc, out, out_low, scale_a, scale_b, bias, a_low, b, sa_low, sb, full, empty,
-                offs, M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m, 0, P,
+                ends, offs, M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m,
+                0, P,
             )),
             (_consume, (
                 out_desc, out, out_high, scale_a, scale_b, bias, a_high, b, sa_high, sb, full,
-                empty, offs, M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m,
-                64, P,
+                empty, ends, offs, M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k,
+                out_m, 64, P,
             )),
             (_produce, (
                 a_desc, b_desc, scale_a_desc, scale_b_desc, a_low, a_high, b, sa_low, sa_high, sb,
-                full, empty, offs, M, K, G, down, across, b_g, sa_k, sb_g, sb_k, P,
+                full, empty, ends, offs, M, K, G, down, across, b_g, sa_k, sb_g, sb_k, P,
             )),
         ],
         [4, 1],
@@ -593,7 +640,7 @@ def _product(
 ) -> _Product:
     """``dtypes``: of a, b, out and bias. The launch does not ask for all, but Triton compiles for
     each of them."""
-    config = Config.of(scales, groups, fast, dtypes[3] is not None, accumulate, wide)
+    config = Config.of(scales, groups, sizes[3], fast, dtypes[3] is not None, accumulate, wide)
     return _Product(sizes, pitches, scale_strides, config, dtypes, device)
 
 
