@@ -130,10 +130,12 @@ def test_converted_it_is_near(recipe: Recipe, score: Any, device: str) -> None:
     assert_all_same(step(moe, x), plain)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [1, K])
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), SAVE], ids=lambda r: r.name)
-def test_the_same_bits_as_its_parts(recipe: Recipe) -> None:
-    moe = layer(recipe, torch.bfloat16)
-    x = torch.randn(50, D, dtype=torch.bfloat16)
+def test_the_same_bits_as_its_parts(recipe: Recipe, k: int, device: str) -> None:
+    moe = layer(recipe, torch.bfloat16, top_k=k).to(device)
+    x = torch.randn(50, D, dtype=torch.bfloat16, device=device)
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weights, chosen, probabilities = moe.router(x)
