@@ -132,8 +132,7 @@ class _SwigluExperts(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("float8.swiglu_experts")
         offs, position, source, scores_Tk, y_RD, *saved = ctx.saved_tensors
-        # In eager code memory is free when nothing here names it any more, and this function alone
-        # still does.
+        # From here on memory is free, in eager code, when nothing in this function names it.
         ctx.maybe_clear_saved_tensors()
         dtype, (_, dgrad, wgrad, _) = ctx.dtype, ctx.rules
         needs_x, needs_scores, _, _, needs_down, _, _, *needs_into = ctx.needs_input_grad
@@ -163,7 +162,7 @@ class _SwigluExperts(torch.autograd.Function):
             g_rows, g_columns = zip(*casts, strict=True)
             del gh_RF, products, casts
             # Before the weights' gradients, which are the largest of all: what only this multiplies
-            # then makes room for them.
+            # then makes room for them, and so do rows that become tokens again.
             for i in range(count if needs_x else 0):
                 w = stack_for_dgrad((weights[2 * i], weights[2 * i + 1]), dgrad)
                 part = multiply_rows(g_rows[i], w, offs, dgrad, dtype)
@@ -202,7 +201,7 @@ def _cast_tokens(x_TD: Tensor, routing: Routing, cast: CastPlan) -> Parts:
 
 
 def halves(products: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Gate and up of their products, which may be one [T, 2 F]."""
+    """Gate and up of their products, which may be one [R, 2 F]."""
     gate, up = products if len(products) == 2 else products[0].chunk(2, -1)
     return gate, up
 
@@ -261,13 +260,13 @@ def swiglu_experts(
     forward and backward, as ``recipe`` says; differentiable once.
 
     Args:
-        x: [R, D] bf16, fp16 or fp32, rows sorted by expert.
+        x: [T, D] bf16, fp16 or fp32, rows sorted by expert.
         w_gate, w_up: [E, D, F]; w_down: [E, F, D]; of x's dtype, or any under autocast, which casts
             x; any strides: often ``weight.mT`` of parameters [E, N, K]. With ``w_up=None`` w_gate
             is [E, D, 2 F], gate's columns before up's: one product instead of two, scaled as one.
         offs: int32 [E] on x's device: where each expert's rows end, as ``grouped_mm`` takes it.
 
-    Returns: [R, D] of x's dtype: what ``grouped_mm`` gives for each product, with x cast and kept
+    Returns: [T, D] of x's dtype: what ``grouped_mm`` gives for each product, with x cast and kept
         once for both. Rows of no expert are zero, as is their gradient, whatever x and the gradient
         hold there; the gradients of an expert without rows are exactly zero.
 
