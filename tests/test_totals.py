@@ -6,6 +6,7 @@ Letters: as in test_compile.py, whose models these are: rows of 64, and matrices
 
 import contextlib
 import copy
+import importlib
 import threading
 import time
 import weakref
@@ -176,9 +177,12 @@ def test_compiled_code_that_is_given_a_view(name: str, backend: str) -> None:
     wrap_parameter(model, "w")
     x, call = torch.randn(3, 8, 64), compiled(product, backend)
     found: list[Tensor] = []
+    # torch 2.11's cache on disk does not tell code with sums apart.
+    inductor = importlib.import_module("torch._inductor.config").patch(fx_graph_cache=False)
+    autograd = importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False)
     for accumulate in (None, FP32):
         model.zero_grad()
-        with cached_weights(model, accumulate=accumulate):
+        with cached_weights(model, accumulate=accumulate), inductor, autograd:
             for rows in (x, x.flip(1)):
                 call(rows, view(model.w)).square().sum().backward()
         assert model.w.grad is not None
