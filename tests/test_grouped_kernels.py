@@ -460,7 +460,8 @@ def test_products_are_added_to_what_is_there(mode: Mode, kernel: Kernel) -> None
 @each_columns
 def test_the_op_adds_products_to_what_is_there(mode: Mode, kernel: Kernel) -> None:
     """The same bytes each time, which autograd sees."""
-    for n, out_dtype in ((272, FP32), (300, BF16), (301, FP16)):
+    cases = ((300, BF16), (272, FP32), (301, FP16))
+    for n, out_dtype in cases if kernel.device == "cuda" else cases[:1]:
         x = kernel.columns([70, 0, 129, 3], 9, 144, n, mode)
         out = torch.randn(4, 144, n, device=kernel.device).to(out_dtype)
         before, version, again = out.clone(), out._version, out.clone()

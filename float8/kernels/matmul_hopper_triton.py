@@ -67,7 +67,8 @@ class Config:
     BIAS: bool
     ACCUMULATE: bool  # onto what out holds
     TMA_OUT: bool
-    WIDTH: int  # columns that are written at a time
+    WIDTH: int  # columns that are written at a time, from BUFFERS that take turns
+    BUFFERS: int
     STAGES: int
     BN: int = 256
     BK: int = 128
@@ -86,12 +87,16 @@ class Config:
         """``wide``: bytes of an output, 0 where TMA cannot write them."""
         capacity = max(32, triton.next_power_of_2(count)) if groups == "rows" else 0
         # What is written, and the sums it is made of, must fit beside the other half's sums. (Two
-        # buffers in turn, of half the columns, were slower: TMA then writes 128 bytes of a row.)
+        # buffers of half the columns were slower: TMA then writes 128 bytes of a row.)
         width = 256 // wide if wide else 32
         stage = (128 + Config.BN) * Config.BK
         stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
-        stages = min(4, (_SHARED_MEMORY - 4 * capacity - 128 * width * wide) // stage)
-        return Config(*scales, groups, capacity, fast, bias, accumulate, wide > 0, width, stages)
+        rest, buffer = _SHARED_MEMORY - 4 * capacity, 128 * width * wide
+        stages = min(4, (rest - buffer) // stage)
+        buffers = 2 if stages * stage + 2 * buffer <= rest else 1
+        return Config(
+            *scales, groups, capacity, fast, bias, accumulate, wide > 0, width, buffers, stages
+        )
 
 
 @gluon.constexpr_function
@@ -155,41 +160,54 @@ def _list_ends(ends, offs, M, G, across, P: gl.constexpr):
 
 
 @gluon.jit
+def _turns(G, P: gl.constexpr):
+    """Groups of columns are multiplied one after the other; all others' tiles are one row."""
+    turns = 1
+    if P.GROUPS == "columns":
+        turns = G
+    return turns
+
+
+@gluon.jit
+def _steps(turn, offs, K, G, P: gl.constexpr):
+    """Of what is multiplied in this turn: its first block of K, and how many it has."""
+    begin, blocks = 0, gl.cdiv(K, P.BK)
+    if P.GROUPS == "columns":
+        start, end = _span(offs, turn, G, K)
+        begin, blocks = start // P.BK, gl.cdiv(end - start, P.BK)
+    return begin, blocks
+
+
+@gluon.jit
 def _count(ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
-    """All tiles. With groups of rows those of no group, which come out zero, are the last one."""
+    """The tiles of a turn. Of groups of rows those of no group, which come out zero, are last."""
     count = down * across
     if P.GROUPS == "rows":
         end = ends.load(_each(WARPS))
         low, high = _span(offs, G, G, M)
         count = gl.cdiv(high - _top(low, high, P), 128) * across
         count += gl.max(gl.where(end < 2**31 - 1, end, 0), 0)
-    elif P.GROUPS == "columns":
-        count *= G
     return count
 
 
 @gluon.jit
-def _tile(t, ends, offs, M, K, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
-    """Of tile t: its group; its first row and column; where the group's rows of the output begin
-    and end; its first block of K, and how many it has."""
-    g, top, low, high, begin, blocks = 0, 0, 0, M, 0, gl.cdiv(K, P.BK)
+def _tile(t, ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
+    """Of tile t: its group of rows; its first row and column; where the group's rows begin and
+    end."""
+    g, top, low, high = 0, 0, 0, M
     if P.GROUPS == "rows":
         end = ends.load(_each(WARPS))
         g = gl.sum((end <= t).to(gl.int32), 0)
         t -= gl.max(gl.where(end <= t, end, 0), 0)
         low, high = _span(offs, g, G, M)
         top = _top(low, high, P)
-        down, blocks = gl.cdiv(high - top, 128), gl.where(g < G, blocks, 0)
-    elif P.GROUPS == "columns":
-        g, t = t // (down * across), t % (down * across)
-        start, end = _span(offs, g, G, K)
-        begin, blocks = start // P.BK, gl.cdiv(end - start, P.BK)
+        down = gl.cdiv(high - top, 128)
     # Tiles go down GROUP rows of tiles, then on to the next column, so that programs share rows and
     # columns in the cache.
     batch, within = t // (P.GROUP * across), t % (P.GROUP * across)
     height = gl.minimum(down - batch * P.GROUP, P.GROUP)
     row = top + (batch * P.GROUP + within % height) * 128
-    return g, row, within // height * P.BN, low, high, begin, blocks
+    return g, row, within // height * P.BN, low, high
 
 
 @gluon.jit
@@ -219,31 +237,37 @@ def _produce(
     BYTES: gl.constexpr = (128 + P.BN) * P.BK + 4 * (128 * A_SCALES + P.BN * B_SCALES)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     t, tiles = gl.program_id(0), _count(ends, offs, M, G, down, across, P, 1)
-    while t < tiles:
-        g, row, column, _, _, begin, blocks = _tile(t, ends, offs, M, K, G, down, across, P, 1)
-        for block in range(begin, begin + blocks):
-            k = block * P.BK
-            ready = full.index(stage)
-            # A new barrier's phase of parity 1 counts as past: the first turn does not wait.
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            # What lies outside a matrix arrives as zeros, and is counted.
-            mbarrier.expect(ready, BYTES)
-            tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
-            tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
-            for h in gl.static_range(2):
-                there, part = column + h * HALF, stage * 2 + h
-                at = [g * b_g + there, k]
-                tma.async_copy_global_to_shared(b_desc, at, ready, b.index(part))
-                if B_SCALES:
-                    at = [g * sb_g + block * sb_k + there]
-                    tma.async_copy_global_to_shared(scale_b_desc, at, ready, sb.index(part))
-            if A_SCALES:
-                at = block * sa_k + row
-                lower, upper = sa_low.index(stage), sa_high.index(stage)
-                tma.async_copy_global_to_shared(scale_a_desc, [at], ready, lower)
-                tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, upper)
-            stage, phase = _next(stage, phase, P)
-        t += gl.num_programs(0)
+    for turn in range(_turns(G, P)):
+        begin, blocks = _steps(turn, offs, K, G, P)
+        while t < tiles:
+            g, row, column, _, _ = _tile(t, ends, offs, M, G, down, across, P, 1)
+            own = blocks
+            if P.GROUPS == "rows":
+                own = gl.where(g < G, blocks, 0)
+            for block in range(begin, begin + own):
+                k = block * P.BK
+                ready = full.index(stage)
+                # A new barrier's phase of parity 1 counts as past: the first turn does not wait.
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                # What lies outside a matrix arrives as zeros, and is counted.
+                mbarrier.expect(ready, BYTES)
+                tma.async_copy_global_to_shared(a_desc, [row, k], ready, a_low.index(stage))
+                tma.async_copy_global_to_shared(a_desc, [row + 64, k], ready, a_high.index(stage))
+                for h in gl.static_range(2):
+                    there, part = column + h * HALF, stage * 2 + h
+                    at = [g * b_g + there, k]
+                    tma.async_copy_global_to_shared(b_desc, at, ready, b.index(part))
+                    if B_SCALES:
+                        at = [g * sb_g + block * sb_k + there]
+                        tma.async_copy_global_to_shared(scale_b_desc, at, ready, sb.index(part))
+                if A_SCALES:
+                    at = block * sa_k + row
+                    lower, upper = sa_low.index(stage), sa_high.index(stage)
+                    tma.async_copy_global_to_shared(scale_a_desc, [at], ready, lower)
+                    tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, upper)
+                stage, phase = _next(stage, phase, P)
+            t += gl.num_programs(0)
+        t -= tiles  # the next turn's are counted from its first
 
 
 @gluon.jit
@@ -316,7 +340,7 @@ def _write_part(
 
 @gluon.jit
 def _store(
-    total, out_desc, out, buffer, scale_a, scale_b, bias, row, column, low, high, shift, live, N,
+    total, out_desc, out, buffers, scale_a, scale_b, bias, row, column, low, high, shift, live, N,
     sa_m, sb_n, out_m, COLUMNS: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Finish 64 x COLUMNS sums and write them at (row, column), WIDTH columns at a time: rows from
@@ -330,11 +354,11 @@ def _store(
         left = gl.convert_layout(left, _sums(HALF), assert_trivial=True)
         right = gl.convert_layout(right, _sums(HALF), assert_trivial=True)
         _store(
-            left, out_desc, out, buffer, scale_a, scale_b, bias, row, column, low, high, shift,
+            left, out_desc, out, buffers, scale_a, scale_b, bias, row, column, low, high, shift,
             live, N, sa_m, sb_n, out_m, HALF, P,
         )  # fmt: skip
         _store(
-            right, out_desc, out, buffer, scale_a, scale_b, bias, row, column + HALF, low, high,
+            right, out_desc, out, buffers, scale_a, scale_b, bias, row, column + HALF, low, high,
             shift, live, N, sa_m, sb_n, out_m, HALF, P,
         )  # fmt: skip
     else:
@@ -351,20 +375,23 @@ def _store(
         inside = _inside(rows, columns, low, high, N, P)
         rounded = total.to(out.dtype.element_ty)
         if P.TMA_OUT:
-            tma.store_wait(0)  # what the buffer held has been read
-            buffer.store(rounded)
+            part = buffers.index(column // COLUMNS % P.BUFFERS)
             if not P.ACCUMULATE and ((P.GROUPS == "none") or ((row >= low) & (row + 64 <= high))):
+                tma.store_wait(P.BUFFERS - 1)  # what the buffer held has been read
+                part.store(rounded)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [row + shift, column], buffer)
+                tma.async_copy_shared_to_global(out_desc, [row + shift, column], part)
             else:
-                _write_part(out, buffer, row, column, low, high, shift, N, out_m, COLUMNS, P)
+                tma.store_wait(0)
+                part.store(rounded)
+                _write_part(out, part, row, column, low, high, shift, N, out_m, COLUMNS, P)
         else:
             _put(at, rounded, inside, P)
 
 
 @gluon.jit
 def _consume(
-    out_desc, out, buffer, scale_a, scale_b, bias, a, b, sa, sb, full, empty, ends, offs,
+    out_desc, out, buffers, scale_a, scale_b, bias, a, b, sa, sb, full, empty, ends, offs,
     M, N, K, G, down, across, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m,
     FIRST_ROW: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
@@ -373,67 +400,73 @@ def _consume(
     L: gl.constexpr = _sums(HALF)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     t, tiles = gl.program_id(0), _count(ends, offs, M, G, down, across, P, 4)
-    while t < tiles:
-        g, row, column, low, high, begin, blocks = _tile(t, ends, offs, M, K, G, down, across, P, 4)
-        row += FIRST_ROW
-        own_a, own_b, shift, live = scale_a + g * sa_g, scale_b + g * sb_g, 0, True
-        if P.GROUPS == "columns":
-            shift = g * M
-        if P.GROUPS != "none":
-            live = blocks > 0
-        left = gl.zeros([64, HALF], gl.float32, L)
-        right = gl.zeros([64, HALF], gl.float32, L)
-        if P.FAST:
-            for block in range(blocks):
-                mbarrier.wait(full.index(stage), phase)
-                b_left = b.index(stage * 2).permute((1, 0))
-                left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
-                b_right = b.index(stage * 2 + 1).permute((1, 0))
-                right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
-                left, right = warpgroup_mma_wait(2, deps=[left, right])
-                # The products of this buffer run; those of the one before are done.
-                mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
-                stage, phase = _next(stage, phase, P)
-            left, right = warpgroup_mma_wait(0, deps=[left, right])
-            mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=live)
-        else:
-            partial = gl.zeros([64, HALF], gl.float32, L)
-            square_a = own_a + row // 128 * sa_m
-            square_left = own_b + column // 128 * sb_n
-            # The right half may lie beyond the last block of b.
-            square_right = own_b + gl.minimum(column // 128 + 1, (N - 1) // 128) * sb_n
-            for block in range(begin, begin + blocks):
-                row_scale, left_scale, right_scale = 1.0, 1.0, 1.0
-                if P.SCALE_A == "square":
-                    row_scale = gl.load(square_a + block * sa_k)
-                if P.SCALE_B == "square":
-                    left_scale = gl.load(square_left + block * sb_k)
-                    right_scale = gl.load(square_right + block * sb_k)
-                mbarrier.wait(full.index(stage), phase)
-                partial = _begin(a.index(stage), b.index(stage * 2), partial)
-                if P.SCALE_A == "vector":
-                    row_scale = sa.index(stage).load(gl.SliceLayout(1, L))
-                if P.SCALE_B == "vector":
-                    left_scale = sb.index(stage * 2).load(gl.SliceLayout(0, L))
-                partial = warpgroup_mma_wait(0, deps=[partial])
-                left = _promote(left, partial, row_scale, left_scale, P)
-                left = warpgroup_mma_wait(0, deps=[left])
-                partial = _begin(a.index(stage), b.index(stage * 2 + 1), partial)
-                if P.SCALE_B == "vector":
-                    right_scale = sb.index(stage * 2 + 1).load(gl.SliceLayout(0, L))
-                partial = warpgroup_mma_wait(0, deps=[partial])
-                mbarrier.arrive(empty.index(stage), count=1)
-                right = _promote(right, partial, row_scale, right_scale, P)
-                stage, phase = _next(stage, phase, P)
-        _store(
-            left, out_desc, out, buffer, own_a, own_b, bias, row, column, low, high, shift,
-            live, N, sa_m, sb_n, out_m, HALF, P,
-        )  # fmt: skip
-        _store(
-            right, out_desc, out, buffer, own_a, own_b, bias, row, column + HALF, low, high,
-            shift, live, N, sa_m, sb_n, out_m, HALF, P,
-        )  # fmt: skip
-        t += gl.num_programs(0)
+    for turn in range(_turns(G, P)):
+        begin, blocks = _steps(turn, offs, K, G, P)
+        while t < tiles:
+            g, row, column, low, high = _tile(t, ends, offs, M, G, down, across, P, 4)
+            row += FIRST_ROW
+            shift, own, live = 0, blocks, True
+            if P.GROUPS == "rows":
+                own = gl.where(g < G, blocks, 0)
+            elif P.GROUPS == "columns":
+                g, shift = turn, turn * M
+            if P.GROUPS != "none":
+                live = own > 0
+            own_a, own_b = scale_a + g * sa_g, scale_b + g * sb_g
+            left = gl.zeros([64, HALF], gl.float32, L)
+            right = gl.zeros([64, HALF], gl.float32, L)
+            if P.FAST:
+                for block in range(own):
+                    mbarrier.wait(full.index(stage), phase)
+                    b_left = b.index(stage * 2).permute((1, 0))
+                    left = warpgroup_mma(a.index(stage), b_left, left, is_async=True)
+                    b_right = b.index(stage * 2 + 1).permute((1, 0))
+                    right = warpgroup_mma(a.index(stage), b_right, right, is_async=True)
+                    left, right = warpgroup_mma_wait(2, deps=[left, right])
+                    # The products of this buffer run; those of the one before are done.
+                    mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=block > 0)
+                    stage, phase = _next(stage, phase, P)
+                left, right = warpgroup_mma_wait(0, deps=[left, right])
+                mbarrier.arrive(empty.index(_before(stage, P)), count=1, pred=live)
+            else:
+                partial = gl.zeros([64, HALF], gl.float32, L)
+                square_a = own_a + row // 128 * sa_m
+                square_left = own_b + column // 128 * sb_n
+                # The right half may lie beyond the last block of b.
+                square_right = own_b + gl.minimum(column // 128 + 1, (N - 1) // 128) * sb_n
+                for block in range(begin, begin + own):
+                    row_scale, left_scale, right_scale = 1.0, 1.0, 1.0
+                    if P.SCALE_A == "square":
+                        row_scale = gl.load(square_a + block * sa_k)
+                    if P.SCALE_B == "square":
+                        left_scale = gl.load(square_left + block * sb_k)
+                        right_scale = gl.load(square_right + block * sb_k)
+                    mbarrier.wait(full.index(stage), phase)
+                    partial = _begin(a.index(stage), b.index(stage * 2), partial)
+                    if P.SCALE_A == "vector":
+                        row_scale = sa.index(stage).load(gl.SliceLayout(1, L))
+                    if P.SCALE_B == "vector":
+                        left_scale = sb.index(stage * 2).load(gl.SliceLayout(0, L))
+                    partial = warpgroup_mma_wait(0, deps=[partial])
+                    left = _promote(left, partial, row_scale, left_scale, P)
+                    left = warpgroup_mma_wait(0, deps=[left])
+                    partial = _begin(a.index(stage), b.index(stage * 2 + 1), partial)
+                    if P.SCALE_B == "vector":
+                        right_scale = sb.index(stage * 2 + 1).load(gl.SliceLayout(0, L))
+                    partial = warpgroup_mma_wait(0, deps=[partial])
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    right = _promote(right, partial, row_scale, right_scale, P)
+                    stage, phase = _next(stage, phase, P)
+            _store(
+                left, out_desc, out, buffers, own_a, own_b, bias, row, column, low, high, shift,
+                live, N, sa_m, sb_n, out_m, HALF, P,
+            )  # fmt: skip
+            _store(
+                right, out_desc, out, buffers, own_a, own_b, bias, row, column + HALF, low, high,
+                shift, live, N, sa_m, sb_n, out_m, HALF, P,
+            )  # fmt: skip
+            t += gl.num_programs(0)
+        t -= tiles  # the next turn's are counted from its first
     if P.TMA_OUT:
         tma.store_wait(0)
 
@@ -476,8 +509,12 @@ def matmul_kernel(
     if P.SCALE_B == "vector":
         sb = gl.allocate_shared_memory(gl.float32, [PARTS, HALF], scale_b_desc.layout)
     if P.TMA_OUT:
-        out_low = gl.allocate_shared_memory(out_desc.dtype, [64, P.WIDTH], out_desc.layout)
-        out_high = gl.allocate_shared_memory(out_desc.dtype, [64, P.WIDTH], out_desc.layout)
+        out_low = gl.allocate_shared_memory(
+            out_desc.dtype, [P.BUFFERS, 64, P.WIDTH], out_desc.layout
+        )
+        out_high = gl.allocate_shared_memory(
+            out_desc.dtype, [P.BUFFERS, 64, P.WIDTH], out_desc.layout
+        )
     if P.GROUPS == "rows":
         ends = gl.allocate_shared_memory(gl.int32, [P.CAPACITY], _line())
         _list_ends(ends, offs, M, G, across, P)
