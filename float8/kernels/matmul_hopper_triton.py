@@ -376,15 +376,15 @@ def _store(
         rounded = total.to(out.dtype.element_ty)
         if P.TMA_OUT:
             part = buffers.index(column // COLUMNS % P.BUFFERS)
+            tma.store_wait(P.BUFFERS - 1)  # what this buffer held has been read
+            part.store(rounded)
             if not P.ACCUMULATE and ((P.GROUPS == "none") or ((row >= low) & (row + 64 <= high))):
-                tma.store_wait(P.BUFFERS - 1)  # what the buffer held has been read
-                part.store(rounded)
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out_desc, [row + shift, column], part)
             else:
-                tma.store_wait(0)
-                part.store(rounded)
                 _write_part(out, part, row, column, low, high, shift, N, out_m, COLUMNS, P)
+                if P.BUFFERS == 2:  # or one may still be read when its turn comes again
+                    tma.store_wait(0)
         else:
             _put(at, rounded, inside, P)
 
