@@ -140,8 +140,9 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
     torch.compile takes the copies as inputs of its graphs: code is compiled once for use inside of
     blocks and once for use outside, whatever the weights hold.
 
-    With ``accumulate``, a dtype such as torch.float32, the products that make gradients of these
-    weights add them up in that dtype: no micro-batch rounds their sum to the weights' dtype.
+    With ``accumulate``, the products that make gradients of these weights add them up in that
+    dtype: torch.bfloat16 saves autograd's passes over them; in torch.float32 no micro-batch rounds
+    their sum.
     ``.grad`` is as it was until the end of the block puts the sums there, or
     adds them to what it holds; an exception leaves it so. Gradients that come by other ways (of
     views without copies, of other parameters) go to ``.grad`` as ever. Every backward in the block

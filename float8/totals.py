@@ -49,7 +49,7 @@ def give_product(
         with _adding(total):
             add_(total, *args, *last)
         return None
-    return give(op(*args, dtype if total is None else torch.float32, *last), total)
+    return give(op(*args, dtype if total is None else total.dtype, *last), total)
 
 
 def _adding(total: Tensor) -> AbstractContextManager[Any]:

@@ -121,6 +121,18 @@ def test_sums_in_float32_are_autograds(name: str, recipe: float8.Recipe) -> None
 
 @pytest.mark.parametrize("device", DEVICES)
 @each
+@NAMED
+def test_sums_in_bf16_are_autograds(name: str, recipe: float8.Recipe, device: str) -> None:
+    """Of bf16 weights, to the bit (but for the sign of a zero): products are rounded first."""
+    model, micro = build(name, recipe, device), batches(3, device)
+    expected, got = grads(model, micro), grads(model, micro, BF16)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == BF16
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each
 def test_sums_in_float32_lose_less_than_bf16(name: str, device: str) -> None:
     model, micro = build(name, device=device), batches(16, device)
     twin, call = in_float32(model)
