@@ -6,9 +6,12 @@ Shape letters: M rows of a, N rows of b, K the contraction.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -348,11 +351,37 @@ def test_a_triton_without_gluon_is_refused(
     assert str(refusal()).startswith("Triton does not have Gluon as the Hopper kernel uses it (")
 
 
+def names_of_gluon() -> set[tuple[str, str]]:
+    """All that the device code's file takes from Gluon's modules when it is not imported but run,
+    as (module, name)."""
+    nodes = ast.walk(ast.parse(Path(matmul_hopper_triton.__file__).read_text()))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    modules = {
+        name: module
+        for name, module in vars(matmul_hopper_triton).items()
+        if isinstance(module, ModuleType) and "gluon" in module.__name__
+    }
+    return {
+        (node.value.id, node.attr)
+        for node in attributes
+        if isinstance(node.value, ast.Name) and node.value.id in modules
+    } - {("gluon", "jit"), ("gluon", "constexpr_function")}
+
+
 def test_a_gluon_with_other_names_is_refused(
     asked_anew: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(matmul_hopper_triton.gl, "NVMMADistributedLayout")
-    assert refusal() == "Triton's Gluon does not have NVMMADistributedLayout"
+    used = names_of_gluon()
+    assert {("gl", "associative_scan"), ("gl", "warp_specialize"), ("tma", "store_wait")} <= used
+    for module, name in used:
+        refusal.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.delattr(getattr(matmul_hopper_triton, module), name)
+            assert refusal() == f"Triton's Gluon does not have {module}.{name}"
+    refusal.cache_clear()
+    monkeypatch.delattr(matmul_hopper_triton.tma, "store_wait")
+    monkeypatch.delattr(matmul_hopper_triton.gl, "split")
+    assert refusal() == "Triton's Gluon does not have gl.split, tma.store_wait"
 
 
 # ---- machine code ------------------------------------------------------------------------------
@@ -369,7 +398,10 @@ def test_machine_code() -> None:
         assert kernel["products"] == [f"m64n128k32.f32.{kinds}"], kernel
         vectors = {"block": 2, "block_t": 2, "block2": 4}.get(kernel["mode"], 0)
         assert kernel["loads"] == 4 + vectors, kernel
-        assert (kernel["stores"] > 0) == (kernel["n"] % 16 == 0), kernel
+        on_16_bytes, adds = kernel["n"] % 16 == 0, kernel["accumulate"]
+        assert (kernel["stores"] > 0) == (on_16_bytes and not adds), kernel
+        lanes = {"fp32": "v4.f32", "bf16": "v8.bf16", "fp16": "v8.f16"}[kernel["output"]]
+        assert kernel["adds"] == ([lanes] if on_16_bytes and adds else []), kernel
         assert {24, 240} <= set(kernel["registers"]), kernel
         scales = {"block": 512, "block_t": 1024, "block2": 1536}.get(kernel["mode"], 0)
         assert kernel["expects"] == [(128 + 256) * 128 + scales], kernel

@@ -15,6 +15,8 @@ The reference is ``scaled_mm_torch`` of ``float8.kernels.matmul``. Hopper's tens
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from typing import Literal
 
 import torch
@@ -36,7 +38,6 @@ BLOCKS: dict[Mode, tuple[Block, Block]] = {
 }
 # How scales lie (``Config``) in blocks of so many rows and 128 of K.
 KINDS = {1: "vector", 128: "square"}
-_GLUON = ("NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "warp_specialize")
 _LARGEST = 2**30  # coordinates are 32-bit, and tiles reach beyond the last row
 
 
@@ -44,12 +45,12 @@ _LARGEST = 2**30  # coordinates are 32-bit, and tiles reach beyond the last row
 def refusal() -> str | None:
     """Why this installation of Triton cannot compile the kernel, None if it can."""
     try:
-        from triton.experimental.gluon import language as gl
-
-        from . import matmul_hopper_triton  # noqa: F401
+        from . import matmul_hopper_triton as device
     except (ImportError, AttributeError) as error:
         return f"Triton does not have Gluon as the Hopper kernel uses it ({error})"
-    absent = [name for name in _GLUON if not hasattr(gl, name)]
+    # What device code asks of a module it asks for when it is compiled, which is not now.
+    used = set(re.findall(r"\b(gl|mbarrier|tma)\.(\w+)", inspect.getsource(device)))
+    absent = [f"{of}.{name}" for of, name in sorted(used) if not hasattr(getattr(device, of), name)]
     return f"Triton's Gluon does not have {', '.join(absent)}" if absent else None
 
 
