@@ -17,7 +17,8 @@ import float8
 from float8.kernels.matmul import IMPLEMENTATIONS, Operand
 
 SIZES = ((37, 144, 40), (129, 130, 258), (5, 48, 16), (1, 16, 1), (300, 17, 129))  # M, N, K
-GROUPS = ((0, 5, 17, 0, 130), (1, 0, 0), (0, 0))
+GROUPS = ((0, 5, 17, 0, 130), (1, 0, 0), (0, 0), (0,) * 140 + (3, 0, 129))
+SUMS = torch.float32, torch.bfloat16
 RECIPES = tuple(float8.RECIPES.values())
 
 
@@ -53,10 +54,11 @@ def products() -> None:
                 for impl, refusal in IMPLEMENTATIONS.items():
                     if refusal(profile, left, right) is not None:
                         continue
-                    total = torch.zeros(m, n, device="cuda")
                     for fast in (False, True):
                         float8.ops.scaled_mm(*args, torch.bfloat16, fast, impl, random(n))
-                        float8.ops.scaled_mm_add_(total, *args, fast, impl)
+                        for dtype in SUMS:
+                            total = torch.zeros(m, n, device="cuda", dtype=dtype)
+                            float8.ops.scaled_mm_add_(total, *args, fast, impl)
 
 
 def experts() -> None:
@@ -71,8 +73,9 @@ def experts() -> None:
             ).sum().backward()
             moe = float8.MoE(d, f, experts=5, top_k=2, device="cuda", dtype=torch.bfloat16)
             float8.convert(moe, recipe, keep=())
-            with float8.cached_weights(moe, accumulate=torch.float32):
-                moe(random(37, d))[0].sum().backward()
+            for dtype in SUMS:
+                with float8.cached_weights(moe, accumulate=dtype):
+                    moe(random(37, d))[0].sum().backward()
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def test_more_groups_than_fit_into_a_list() -> None:
         Kernel("hopper", "cpu")(x)
     pytest.importorskip("expecttest").assert_expected_inline(
         str(refusal.value),
-        """impl='hopper' cannot multiply these groups: there are 8193, and their list in shared memory has room for 8192""",
+        """impl='hopper' cannot multiply 8193 groups: their list in shared memory has room for 8192; multiply that many at a time""",
     )
 
 

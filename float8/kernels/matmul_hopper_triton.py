@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -62,7 +61,7 @@ class Config:
     SCALE_A: str
     SCALE_B: str
     GROUPS: str
-    CAPACITY: int  # groups of rows, and more
+    LISTS: int  # of the ends of 128 groups of rows each
     FAST: bool  # sums stay in the tensor cores
     BIAS: bool
     ACCUMULATE: bool  # onto what out holds
@@ -85,17 +84,17 @@ class Config:
         wide: int,
     ) -> Config:
         """``wide``: bytes of an output, 0 where TMA cannot write them."""
-        capacity = max(32, triton.next_power_of_2(count)) if groups == "rows" else 0
+        lists = -(-count // 128) if groups == "rows" else 0
         # What is written, and the sums it is made of, must fit beside the other half's sums. (Two
         # buffers of half the columns were slower: TMA then writes 128 bytes of a row.)
         width = 256 // wide if wide else 32
         stage = (128 + Config.BN) * Config.BK
         stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
-        rest, buffer = _SHARED_MEMORY - 4 * capacity, 128 * width * wide
+        rest, buffer = _SHARED_MEMORY - lists * 128 * 4, 128 * width * wide
         stages = min(4, (rest - buffer) // stage)
         buffers = 2 if stages * stage + 2 * buffer <= rest else 1
         return Config(
-            *scales, groups, capacity, fast, bias, accumulate, wide > 0, width, buffers, stages
+            *scales, groups, lists, fast, bias, accumulate, wide > 0, width, buffers, stages
         )
 
 
@@ -152,11 +151,26 @@ def _add(x, y):
 def _list_ends(ends, offs, M, G, across, P: gl.constexpr):
     """For groups of rows, how many tiles there are up to the end of each; what follows the last
     group's is never reached."""
-    g = gl.arange(0, P.CAPACITY, _spread())
-    low, high = _span(offs, g, G, M)
-    down = gl.where(g < G, gl.cdiv(high - _top(low, high, P), 128), 0)
-    tiles = gl.associative_scan(down * across, 0, _add)
-    ends.store(gl.where(g < G, tiles, 2**31 - 1))
+    before = gl.to_tensor(0)
+    for i in range(P.LISTS):
+        g = i * 128 + gl.arange(0, 128, _spread())
+        low, high = _span(offs, g, G, M)
+        down = gl.where(g < G, gl.cdiv(high - _top(low, high, P), 128), 0)
+        tiles = before + gl.associative_scan(down * across, 0, _add)
+        before = gl.max(tiles, 0)
+        ends.index(i).store(gl.where(g < G, tiles, 2**31 - 1))
+
+
+@gluon.jit
+def _find(t, ends, P: gl.constexpr, WARPS: gl.constexpr):
+    """The group of tile t, and how many tiles are in those before it."""
+    g, before = gl.to_tensor(0), gl.to_tensor(0)
+    for i in range(P.LISTS):
+        end = ends.index(i).load(_each(WARPS))
+        past = end <= t
+        g += gl.sum(past.to(gl.int32), 0)
+        before = gl.maximum(before, gl.max(gl.where(past, end, 0), 0))
+    return g, before
 
 
 @gluon.jit
@@ -183,10 +197,9 @@ def _count(ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr)
     """The tiles of a turn. Of groups of rows those of no group, which come out zero, are last."""
     count = down * across
     if P.GROUPS == "rows":
-        end = ends.load(_each(WARPS))
         low, high = _span(offs, G, G, M)
-        count = gl.cdiv(high - _top(low, high, P), 128) * across
-        count += gl.max(gl.where(end < 2**31 - 1, end, 0), 0)
+        _, last = _find(2**31 - 2, ends, P, WARPS)
+        count = last + gl.cdiv(high - _top(low, high, P), 128) * across
     return count
 
 
@@ -196,9 +209,8 @@ def _tile(t, ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexp
     end."""
     g, top, low, high = 0, 0, 0, M
     if P.GROUPS == "rows":
-        end = ends.load(_each(WARPS))
-        g = gl.sum((end <= t).to(gl.int32), 0)
-        t -= gl.max(gl.where(end <= t, end, 0), 0)
+        g, before = _find(t, ends, P, WARPS)
+        t -= before
         low, high = _span(offs, g, G, M)
         top = _top(low, high, P)
         down = gl.cdiv(high - top, 128)
@@ -516,7 +528,7 @@ def matmul_kernel(
             out_desc.dtype, [P.BUFFERS, 64, P.WIDTH], out_desc.layout
         )
     if P.GROUPS == "rows":
-        ends = gl.allocate_shared_memory(gl.int32, [P.CAPACITY], _line())
+        ends = gl.allocate_shared_memory(gl.int32, [P.LISTS, 128], _line())
         _list_ends(ends, offs, M, G, across, P)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)  # the producer
