@@ -152,17 +152,23 @@ def test_sums_in_float32_lose_less_than_bf16(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["grouped mT", "one by one", "bmm mT", "moe", "layers"])
-def test_compiled_code_adds_too(name: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, FP32) for name in ("grouped mT", "one by one", "bmm mT", "moe", "layers")),
+        *((name, BF16) for name in ("grouped mT", "one by one", "layers")),
+    ],
+)
+def test_compiled_code_adds_too(name: str, dtype: torch.dtype, device: str) -> None:
     """One compilation for all blocks with sums; eager's bits; no weight seems changed."""
     model, counter = build(name, device=device), Casts()
     call = compiled(model, counter)
     for _ in range(3):
         micro = batches(2, device)
         versions = [p._version for p in model.parameters()]
-        got = grads(model, micro, FP32, call)
+        got = grads(model, micro, dtype, call)
         assert versions == [p._version for p in model.parameters()]
-        for a, b in zip(got, grads(model, micro, FP32), strict=True):
+        for a, b in zip(got, grads(model, micro, dtype), strict=True):
             assert_same_bytes(a, b)
     assert counter.frame_count == 1 and counter.of_weights == [0, 0]
     micro = batches(2, device)
@@ -192,7 +198,7 @@ def test_compiled_code_that_is_given_a_view(name: str, backend: str) -> None:
     # torch 2.11's cache on disk does not tell code with sums apart.
     inductor = importlib.import_module("torch._inductor.config").patch(fx_graph_cache=False)
     autograd = importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False)
-    for accumulate in (None, FP32):
+    for accumulate in (None, FP32, BF16):
         model.zero_grad()
         with cached_weights(model, accumulate=accumulate), inductor, autograd:
             for rows in (x, x.flip(1)):
@@ -200,24 +206,31 @@ def test_compiled_code_that_is_given_a_view(name: str, backend: str) -> None:
         assert model.w.grad is not None
         found.append(model.w.grad)
     assert relative_error(found[1], found[0]) < 2.0**-20
+    assert relative_error(found[2], found[0]) < 2.0**-8
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["grouped mT", "one by one mT", "layers"])
-def test_inductor_adds_in_place(name: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, FP32) for name in ("grouped mT", "one by one mT", "layers")),
+        *((name, BF16) for name in ("grouped mT", "one by one mT")),
+    ],
+)
+def test_inductor_adds_in_place(name: str, dtype: torch.dtype, device: str) -> None:
     from torch._inductor.utils import run_and_get_code
 
     model, micro = build(name, device=device), batches(2, device)
     call = compiled(model, "inductor")
     inductor, autograd = torch._inductor.config, torch._functorch.config
     with inductor.patch(fx_graph_cache=False), autograd.patch(enable_autograd_cache=False):
-        got, codes = run_and_get_code(lambda: grads(model, micro, FP32, call))
-    for a, b in zip(got, grads(model, micro, FP32), strict=True):
+        got, codes = run_and_get_code(lambda: grads(model, micro, dtype, call))
+    for a, b in zip(got, grads(model, micro, dtype), strict=True):
         assert relative_error(a, b) < 2.0**-7
     code = codes[-1]
     assert "_add_.default(" in code
-    floats = [line for line in code.splitlines() if "empty_strided" in line and "80, 64)" in line]
-    assert not any("float32" in line for line in floats), floats
+    products = [l for l in code.splitlines() if "empty_strided" in l and "80, 64)" in l]
+    assert not any(str(dtype) in line for line in products), products
 
 
 def test_weights_used_twice_tied_frozen_and_not_at_all() -> None:
