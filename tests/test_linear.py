@@ -220,14 +220,19 @@ def test_the_same_bits_as_the_pieces_put_together_by_hand(recipe: Recipe) -> Non
 
 
 SIZES = (0, 1, 2, 15, 16, 17, 33, 129)
-# Every pair of sizes of every two dimensions once.
-PAIRWISE = [(m, n, SIZES[(i + j) % 8]) for i, m in enumerate(SIZES) for j, n in enumerate(SIZES)]
+MORE_SIZES = (*SIZES, 3, 31, 32, 44, 100, 127)
+
+
+def pairwise(sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Every pair of sizes of every two dimensions once."""
+    each = list(enumerate(sizes))
+    return [(m, n, sizes[(i + j) % len(sizes)]) for i, m in each for j, n in each]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @NAMED
 def test_every_size(recipe: Recipe, device: str) -> None:
-    for i, (m, n, k) in enumerate(PAIRWISE):
+    for i, (m, n, k) in enumerate(pairwise(SIZES if device == "cpu" else MORE_SIZES)):
         dtype = DTYPES[i % 3]
         x, w, bias, g = problem(m, n, k, dtype, device)
         with_bias = None if i % 2 else bias
