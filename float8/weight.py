@@ -458,7 +458,12 @@ def has_copies(w: Any) -> bool:
 def note(w: Float8Weight, plans: Plans) -> Plans:
     """Record who is going to multiply w: by these plans."""
     forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
-    w.record.last_run = (forward, dgrad, wgrad)
+    run = forward, dgrad, wgrad
+    if torch.compiler.is_compiling():  # as Float8Linear.begin
+        unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+        unchecked(setattr, w.record, "last_run", run)
+    else:
+        w.record.last_run = run
     return plans
 
 

@@ -614,6 +614,20 @@ def test_one_graph_for_twenty_routings(recipe: Recipe | None) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("recipe", [None, ROWWISE, MXFP8], ids=name)
+def test_checkpointing_in_compiled_code(recipe: Recipe | None) -> None:
+    """Of a layer that never ran before."""
+    moe, x = layer(recipe, torch.bfloat16, shared_hidden=32), torch.randn(20, D).bfloat16()
+
+    def call(x: Tensor) -> Any:
+        return checkpoint(moe, x, use_reentrant=False)
+
+    got = step(moe, x, torch.compile(call, backend="aot_eager", fullgraph=True))
+    ran = [getattr(p, "last_run", None) for p in moe.experts.parameters()]
+    assert ran == [None if recipe is None else ("torch",) * 3] * 3
+    assert_all_same(got, step(moe, x))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", [None, ROWWISE, BLOCKWISE], ids=name)
 def test_inductor(recipe: Recipe | None, device: str) -> None:
