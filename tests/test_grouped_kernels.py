@@ -352,10 +352,10 @@ def test_groups_of_columns(case: int, kernel: Kernel) -> None:
 @each
 def test_a_few_groups_among_many_empty_ones(kernel: Kernel) -> None:
     """More than a warp has lanes, and than four have."""
-    count = 1000 if kernel.device == "cuda" else 140
-    for mode in kernel.modes():
+    count = 1000 if kernel.device == "cuda" else 140 if kernel.name == "hopper" else 40
+    for mode in kernel.modes() if kernel.device == "cuda" else kernel.modes()[1:2]:
         sizes = [0] * count
-        for at, size in ((3, 1), (31, 130), (32, 7), (129, 70), (count - 2, 128)):
+        for at, size in ((3, 1), (31, 130), (32, 7), (count - 11, 70), (count - 2, 128)):
             sizes[at] = size
         x = kernel.rows(sizes, 3, 48, 32, mode)
         assert_products(kernel(x), x)
@@ -367,7 +367,9 @@ def test_more_groups_than_fit_into_a_list() -> None:
         Kernel("hopper", "cpu")(x)
     pytest.importorskip("expecttest").assert_expected_inline(
         str(refusal.value),
-        """impl='hopper' cannot multiply 8193 groups: their list in shared memory has room for 8192; multiply that many at a time""",
+        """\
+impl='hopper' cannot multiply 8193 groups: the list of their ends has room for 8192; \
+multiply that many at a time""",
     )
 
 

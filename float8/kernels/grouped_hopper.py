@@ -53,7 +53,7 @@ def multiply_rows(
     assert scale_b.shape == scale_shape(b_GNK.shape, block_b), scale_b.shape
     if len(offs) > MOST:
         raise ValueError(
-            f"impl='hopper' cannot multiply {len(offs)} groups: their list in shared memory has room "
+            f"impl='hopper' cannot multiply {len(offs)} groups: the list of their ends has room "
             f"for {MOST}; multiply that many at a time"
         )
     a_TK, _ = stacked(a_TK[None])
