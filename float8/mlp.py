@@ -119,7 +119,10 @@ class _SwigluMLP(torch.autograd.Function):
     def backward(ctx: Any, gy_MD: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("float8.swiglu_mlp")
         x_MD, norm_D, rstd_M, *saved = ctx.saved_tensors
-        z_t, (gate_MF, up_MF), h_t, *weights = (saved[i : i + 2] for i in range(0, 12, 2))
+        # From here on memory is free, in eager code, when nothing in this function names it.
+        ctx.maybe_clear_saved_tensors()
+        z_t, products, h_t, w_gate, w_up, w_down = (saved[i : i + 2] for i in range(0, 12, 2))
+        del saved
         dtype, needs = ctx.dtype, ctx.needs_input_grad
         dgrad, wgrad = ctx.rules.dgrad, ctx.rules.wgrad
         into_hidden, into_x = any(needs[:4]), any(needs[:2])
@@ -128,31 +131,35 @@ class _SwigluMLP(torch.autograd.Function):
         gy, gy_t = cast_layouts(
             gy_MD, dgrad.a if into_hidden else None, wgrad.a if needs[4] else None
         )
+        del gy_MD
+        # The first: of many tokens it is smaller than what it multiplies and nothing else does.
         if needs[4]:
             g_down = multiply_gradient(gy_t, h_t, wgrad, *ctx.gradients[2])
-        del gy_t  # in eager code memory is free when nothing here names it any more
+        del gy_t, h_t
         if into_hidden:
-            gh_MF = multiply_parts(gy, weight_for_dgrad(weights[2], dgrad), dgrad, dtype)
-            del gy
+            gh_MF = multiply_parts(gy, weight_for_dgrad(w_down, dgrad), dgrad, dtype)
+            del gy, w_down
             # Of gate and of up, stacked.
             g, g_scale, g_t, g_t_scale = torch.ops.float8.swiglu_backward_quantize(
                 gh_MF,
-                gate_MF,
-                up_MF,
+                *products,
                 *settings(dgrad.a if into_x else None),
                 *settings(wgrad.a if needs[2] or needs[3] else None),
             )
-            del gh_MF
-            for i in range(2 if into_x else 0):
-                w = weight_for_dgrad(weights[i], dgrad)
-                part = multiply_parts((g[i], g_scale[i]), w, dgrad, dtype)
-                g_x = part if g_x is None else g_x.add_(part)
-                del w, part
+            del gh_MF, products
+            if into_x:
+                w = weight_for_dgrad(w_gate, dgrad)
+                g_x = multiply_parts((g[0], g_scale[0]), w, dgrad, dtype)
+                del w, w_gate
+                w = weight_for_dgrad(w_up, dgrad)
+                g_x.add_(multiply_parts((g[1], g_scale[1]), w, dgrad, dtype))
+                del w, w_up
             del g
             if needs[2]:
                 g_gate = multiply_gradient((g_t[0], g_t_scale[0]), z_t, wgrad, *ctx.gradients[0])
             if needs[3]:
                 g_up = multiply_gradient((g_t[1], g_t_scale[1]), z_t, wgrad, *ctx.gradients[1])
+            del g_t, z_t
             if g_x is not None and x_MD is not None:
                 g_x, g_norm = rms_norm_backward(g_x, x_MD, rstd_M, norm_D)
         return g_x, g_norm, g_gate, g_up, g_down, *[None] * 10

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from recorders import Ops
+from test_moe import Live
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -367,6 +368,27 @@ def test_only_what_a_requested_gradient_needs_is_made_and_kept(recipe: Recipe, n
         del y
 
 
+def test_what_is_alive_at_each_product_of_backward() -> None:
+    """In eager code: what ops made and something still names, without scales."""
+    layer = SwiGLU(D, F_, "meta", torch.bfloat16, norm_eps=EPS)
+    x = torch.empty(256, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    g = torch.empty_like(x)
+    with Live(layer, "scaled_mm", D * F_) as live:
+        live.held |= {t.untyped_storage()._cdata for t in (x, g)}
+        layer(x).backward(g)
+    text = "\n".join("; ".join(each) for each in live.at[3:])
+    assert_expected_inline(
+        text.replace("float8_e4m3fn", "fp8").replace("bfloat16", "bf16"),
+        """\
+bf16 [256, 64]; bf16 [256, 96]; bf16 [256, 96]; bf16 [64, 96]; fp8 [256, 64]; fp8 [64, 256]; fp8 [64, 256]; fp8 [96, 256]
+bf16 [256, 64]; bf16 [256, 96]; bf16 [256, 96]; bf16 [256, 96]; bf16 [64, 96]; fp8 [256, 64]; fp8 [64, 256]; fp8 [96, 64]
+bf16 [256, 64]; bf16 [256, 64]; bf16 [64, 96]; fp8 [2, 256, 96]; fp8 [2, 96, 256]; fp8 [64, 256]; fp8 [64, 96]
+bf16 [256, 64]; bf16 [256, 64]; bf16 [256, 64]; bf16 [64, 96]; fp8 [2, 256, 96]; fp8 [2, 96, 256]; fp8 [64, 256]; fp8 [64, 96]
+bf16 [256, 64]; bf16 [256, 64]; bf16 [64, 96]; bf16 [96, 64]; fp8 [2, 96, 256]; fp8 [64, 256]
+bf16 [256, 64]; bf16 [256, 64]; bf16 [64, 96]; bf16 [96, 64]; bf16 [96, 64]; fp8 [2, 96, 256]; fp8 [64, 256]""",  # noqa: E501
+    )
+
+
 def test_each_op_runs_once_for_what_it_fuses() -> None:
     leaves, g = problem(M, D, F_, True)
     with Ops() as casts:
@@ -432,17 +454,17 @@ def test_checkpointing_gives_the_same_bits(recipe: Recipe, use_reentrant: bool) 
     assert total() <= x.nbytes
 
 
-def test_saved_tensors_may_live_elsewhere_and_a_graph_may_run_twice() -> None:
-    layer, x = SwiGLU(32, 48, norm_eps=EPS), torch.randn(35, 32)
+@pytest.mark.parametrize("recipe", FP8, ids=lambda r: r.name)
+def test_saved_tensors_may_live_elsewhere_and_a_graph_may_run_twice(recipe: Recipe) -> None:
+    layer, x = SwiGLU(32, 48, recipe=recipe, norm_eps=EPS), torch.randn(35, 32)
     expected = step(layer, x)
     with torch.autograd.graph.save_on_cpu():
         assert_all_same(step(layer, x), expected)
-    layer.zero_grad()
+    leaves = [x.requires_grad_(), *layer.parameters()]
     y = layer(x).square().sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    doubled = [p.grad for p in layer.parameters()]
-    assert_all_same([g / 2 for g in doubled if g is not None], expected[2:])
+    for retain in (True, False):
+        got = torch.autograd.grad(y, leaves, retain_graph=retain)
+        assert_all_same(list(got), expected[1:])
 
 
 @pytest.mark.parametrize("device", DEVICES)
