@@ -64,8 +64,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, float32 [T, k]; experts, int64 [T, k]; probabilities, float32 [T, E]."""
-        device_type = "cpu" if x_TD.is_meta else x_TD.device.type  # "meta" has no autocast
-        with torch.autocast(device_type, enabled=False):
+        with _no_autocast(x_TD):
             logits = _logits(x_TD, self.weight.to(torch.float32))
         if self.score == "softmax":
             scores = probabilities = logits.softmax(-1)
@@ -82,6 +81,10 @@ class Router(nn.Module):
         return f"{dim}, {experts} experts, top_k={self.top_k}, score={self.score}"
 
 
+def _no_autocast(x: Tensor) -> torch.autocast:
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)  # "meta" has none
+
+
 class _Logits(torch.autograd.Function):
     """x @ w.T in float32. Saved for backward: x as it is, which the experts keep too, where
     autograd would keep a float32 copy."""
@@ -95,20 +98,22 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TD, w_ED = ctx.saved_tensors
-        g_w = None
-        if x_TD is not None:
-            # By way of the transpose, or compilers would find that forward has such a copy, and
-            # keep that.
-            g_w = g_TE.t() @ x_TD.t().to(torch.float32).t()
-        # (Autograd casts a gradient to its input's dtype.)
-        return None if w_ED is None else g_TE @ w_ED, g_w
+        g_x = g_w = None
+        with _no_autocast(g_TE):  # compiled code has backward under forward's
+            if x_TD is not None:
+                # By way of the transpose, or compilers would find that forward has such a copy, and
+                # keep that.
+                g_w = g_TE.t() @ x_TD.t().to(torch.float32).t()
+            if w_ED is not None:
+                g_x = g_TE @ w_ED
+        return g_x, g_w  # (Autograd casts a gradient to its input's dtype.)
 
 
 _keep_logits_whole = kept_whole(_Logits)
 
 
 def _logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    if type(w_ED) is not Tensor and type(w_ED) is not nn.Parameter:  # which knows how it multiplies
+    if type(w_ED) not in (Tensor, nn.Parameter):  # it knows how it multiplies
         return F.linear(x_TD.to(torch.float32), w_ED)
     if torch.compiler.is_compiling():
         _keep_logits_whole()

@@ -229,6 +229,23 @@ def test_the_router_keeps_x_as_it_is(dtype: torch.dtype) -> None:
     assert [text for text in saved(router, x) if text.endswith(f"[30, {D}]")] == [of(x)]
 
 
+@pytest.mark.parametrize("way", ["backward in autocast", "compiled"])
+def test_the_routers_gradients_are_in_float32(way: str) -> None:
+    """Compiled code runs backward under the autocast that forward had."""
+    router, x = Router(D, E, K), torch.randn(30, D, requires_grad=True)
+
+    def gradients(call: Callable[..., Any], inside: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            weights, _, probabilities = call(x)
+            loss = weights.square().sum() + probabilities.square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return list(torch.autograd.grad(loss, [x, router.weight]))
+
+    inside = way != "compiled"
+    call = router if inside else torch.compile(router, backend="aot_eager", fullgraph=True)
+    assert_all_same(gradients(call, inside), gradients(router, False))
+
+
 @NAMED
 def test_autocast_with_float32_weights(recipe: Recipe) -> None:
     moe, x = layer(recipe, shared_hidden=32), torch.randn(64, D)
