@@ -9,10 +9,22 @@ import dataclasses
 import random
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from test_matmul import (
+    OURS,
+    Matrix,
+    assert_near,
+    assert_numbers,
+    drawn,
+    much_memory,  # noqa: F401  (a fixture)
+    operand,
+    some,
+    some_of,
+    values,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,8 +44,10 @@ from float8 import (
 )
 from float8.devices import describe
 from float8.kernels import grouped as kernels
+from float8.kernels import matmul
 from float8.kernels.matmul import Operand
 from float8.kernels.quantize_grouped import padded_tokens
+from float8.scaling import Block
 from float8.testing import (
     assert_same_bytes,
     deterministic,
@@ -797,3 +811,193 @@ def test_torchs_kernel_gives_what_the_reference_gives(device: str) -> None:
     got, expected = ops.grouped_mm(*args, "torch_grouped"), ops.grouped_mm(*args, "torch")
     assert relative_error(got, expected) < 2.0**-7
     assert not got[sum(sizes) :].any()
+
+
+# ---- each implementation, on a GPU ---------------------------------------------------------------
+
+
+Make = Callable[[tuple[int, int], Block], Matrix]
+Blocks = tuple[Block, Block]  # (rows, contraction) of a and of b
+MODES: dict[str, Blocks] = {
+    "tensorwise": ((FULL, FULL), (FULL, FULL)),
+    "rowwise": ((1, FULL), (1, FULL)),
+    "1x128 x 128x128": ((1, 128), (128, 128)),
+    "1x128 x 1x128": ((1, 128), (1, 128)),
+}
+
+
+class Operands(NamedTuple):
+    """Of one product of groups. Their contraction is the last dimension: K of a [T, K] and b
+    [G, N, K], or P of a [N, P] and b [K, P]."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    sizes: list[int]
+    blocks: Blocks
+
+    @property
+    def columns(self) -> bool:
+        return self.b.ndim == 2
+
+    def of(self, g: int) -> tuple[Matrix, Matrix]:
+        """Both operands of a group, as [rows, contraction]."""
+        (start, end), (block_a, block_b) = spans(self.sizes)[g], self.blocks
+        if not self.columns:
+            scale = self.scale_a if block_a[0] == FULL else self.scale_a[start:end]
+            return (self.a[start:end], scale, block_a), (self.b[g], self.scale_b[g], block_b)
+
+        def cut(data: Tensor, scale: Tensor, block: Block) -> Matrix:
+            width = block[1]
+            own = scale[g, :, None] if width == FULL else scale[:, start // width : end // width]
+            return data[:, start:end], own, block
+
+        return cut(self.a, self.scale_a, block_a), cut(self.b, self.scale_b, block_b)
+
+    def refusal(self, impl: str) -> str | None:
+        """Why an implementation does not take them on this GPU."""
+        left, right = (Operand(self.a.dtype, block, torch.float32) for block in self.blocks)
+        turned = right.block[::-1] if self.columns else (1, *right.block[::-1])
+        table = kernels.WGRAD_IMPLEMENTATIONS if self.columns else kernels.IMPLEMENTATIONS
+        if impl not in table:
+            return "unknown"
+        return table[impl](float8.device_profile("cuda"), left, right._replace(block=turned))
+
+    def multiply(self, out_dtype: torch.dtype, fast_accum: bool, impl: str) -> Tensor:
+        (block_a, block_b), offs = self.blocks, ends(self.sizes, str(self.a.device))
+        last = (out_dtype, fast_accum, impl)
+        if self.columns:
+            return ops.grouped_wgrad(*self[:4], offs, block_a, block_b, *last)
+        turned = self.a, self.b.mT, self.scale_a, self.scale_b.mT
+        return ops.grouped_mm(*turned, offs, block_a, (1, *block_b[::-1]), *last)
+
+
+def groups_of_rows(
+    sizes: list[int], rest: int, n: int, k: int, blocks: Blocks, make: Make
+) -> Operands:
+    a, scale_a, _ = make((sum(sizes) + rest, k), blocks[0])
+    each = [make((n, k), blocks[1]) for _ in sizes]
+    b = torch.stack([data.view(torch.uint8) for data, *_ in each]).view(a.dtype)
+    return Operands(a, b, scale_a, torch.stack([scale for _, scale, _ in each]), sizes, blocks)
+
+
+def groups_of_columns(sizes: list[int], n: int, k: int, blocks: Blocks, make: Make) -> Operands:
+    """Sizes are multiples of 128, as ``quantize_grouped`` makes them."""
+    parts = []
+    for length, block in ((n, blocks[0]), (k, blocks[1])):
+        data, scale, _ = make((length, sum(sizes)), block)
+        if block[1] == FULL:
+            scale = torch.stack([make((length, 1), block)[1][:, 0] for _ in sizes])
+        parts.append((data, scale))
+    (a, scale_a), (b, scale_b) = parts
+    return Operands(a, b, scale_a, scale_b, sizes, blocks)
+
+
+def make_groups(
+    columns: bool, sizes: list[int], rest: int, n: int, k: int, blocks: Blocks, make: Make
+) -> Operands:
+    if columns:
+        return groups_of_columns(sizes, n, k, blocks, make)
+    return groups_of_rows(sizes, rest, n, k, blocks, make)
+
+
+ROWS_OR_COLUMNS = pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+
+
+def errors_beside_torchs(x: Operands, fast_accum: bool, impl: str) -> list[tuple[float, float]]:
+    """Of an implementation and of torch's own, for each group: that of torch's product for the
+    group alone, in float32, and that of torch's grouped one, where that takes the operands."""
+    ours = x.multiply(torch.float32, fast_accum, impl)
+    grouped = x.refusal("torch_grouped") is None
+    both = [x.multiply(torch.bfloat16, fast_accum, i) for i in (impl, "torch_grouped") if grouped]
+    found = []
+    for g, (start, end) in enumerate(spans(x.sizes)):
+        if start == end:
+            continue
+        (a, scale_a, block_a), (b, scale_b, block_b) = x.of(g)
+        truth = values(a, scale_a, block_a) @ values(b, scale_b, block_b).t()
+        last = block_a, block_b[::-1], torch.float32, fast_accum, "cublas"
+        alone = ops.scaled_mm(a, b.t(), scale_a, scale_b.t(), *last)
+        for pair in ((ours, alone), both):
+            own = [t if t is alone else t[g] if x.columns else t[start:end] for t in pair]
+            if own:
+                found.append((relative_error(own[0], truth), relative_error(own[1], truth)))
+    return found
+
+
+@needs("fp8")
+@OURS
+@pytest.mark.parametrize("fast_accum", [False, True])
+@pytest.mark.parametrize("name", MODES)
+@ROWS_OR_COLUMNS
+def test_ours_are_as_exact_as_torchs(columns: bool, name: str, fast_accum: bool, impl: str) -> None:
+    """Errors of the same sums, whose scales differ by a factor of a thousand, within a twentieth,
+    which is noise. Groups are so large that cuBLAS adds up no sum in parts."""
+    left, right = (Operand(float8.E4M3FN.dtype, block, torch.float32) for block in MODES[name])
+    right = right._replace(block=right.block[::-1])
+    profile = float8.device_profile("cuda")
+    if (reason := matmul.IMPLEMENTATIONS["cublas"](profile, left, right)) is not None:
+        pytest.skip(reason)
+
+    def make(shape: tuple[int, int], block: Block) -> Matrix:
+        return operand(shape, block, float8.E4M3FN, "fp32", "cuda")
+
+    for k in (512, 2048) if columns else (528, 8192):
+        sizes = [512, 0, 8192] if columns else [2048, 0, 2064]
+        x = make_groups(columns, sizes, 16, 2048, k, MODES[name], make)
+        if (reason := x.refusal(impl)) is not None:
+            pytest.skip(reason)
+        for ours, torchs in errors_beside_torchs(x, fast_accum, impl):
+            assert ours <= 1.05 * torchs, (k, ours, torchs)
+
+
+# Of which the output, a or b has more than 2^31 elements.
+HUGE: dict[str, tuple[bool, list[int], int, int, int]] = {
+    "rows, output": (False, [20001, 0, 30000, 15662], 1, 32784, 128),
+    "rows, odd output": (False, [20001, 0, 30000, 15662], 1, 32783, 144),
+    "rows, a": (False, [20001, 0, 30000, 15662], 1, 272, 32896),
+    "rows, b": (False, [1, 0] * 31 + [300, 257], 3, 1024, 32896),
+    "columns, output": (True, [128, 0] * 65 + [256], 0, 4096, 4096),
+    "columns, a": (True, [12800, 0, 38400, 14464], 0, 32896, 272),
+    "columns, b": (True, [12800, 0, 38400, 14464], 0, 272, 32896),
+}
+
+
+def multiply_huge(x: Operands, impl: str) -> None:
+    """The product, at some rows and columns of each group; where groups are of columns also what it
+    is added to, which is itself."""
+    device = str(x.a.device)
+    with deterministic():
+        out = x.multiply(torch.bfloat16, False, impl)
+    assert_numbers(out)
+    pitches = (x.a.shape[1],) if x.columns else (x.a.shape[1], out.shape[1])
+    rows, columns = (some(len(x.a), *pitches, device=device), some(out.shape[-1], device=device))
+    parts = []
+    for g, (start, end) in enumerate(spans(x.sizes)):
+        own = rows if x.columns else rows[(rows >= start) & (rows < end)] - start
+        part = (out[g] if x.columns else out[start:end])[own][:, columns]
+        a, b = x.of(g)
+        assert_near(part, some_of(a, own), some_of(b, columns))
+        parts.append(part)
+    if not x.columns:
+        assert not out[sum(x.sizes) :].any()
+        return
+    args = ends(x.sizes, device), *x.blocks, False, impl
+    ops.grouped_wgrad_add_(out, *x[:4], *args)
+    for g, part in enumerate(parts):
+        assert_same_bytes(out[g][rows][:, columns], part + part)
+    assert_numbers(out)
+
+
+@needs("fp8")
+@OURS
+@pytest.mark.parametrize("name", ["rowwise", "1x128 x 1x128"])
+@pytest.mark.parametrize("case", HUGE)
+@pytest.mark.usefixtures("much_memory")
+def test_more_than_two_to_the_31_elements(case: str, name: str, impl: str) -> None:
+    columns, *rest = HUGE[case]
+    x = make_groups(columns, *rest, MODES[name], drawn)
+    if (reason := x.refusal(impl)) is not None:
+        pytest.skip(reason)
+    multiply_huge(x, impl)
