@@ -24,7 +24,7 @@ from .grouped import group_ends
 from .layers import make_step, near, taken, variants
 from .registry import Bench, Call, Contender, Options, Outputs, Shape, compiled, named_shapes
 
-SUMS = (torch.bfloat16, torch.float32)  # of gradients over micro-batches, by the products
+SUMS = (torch.bfloat16, torch.float32)  # in which products add up micro-batches' gradients
 Convert = Callable[[nn.Module], nn.Module]
 Product = Callable[..., Tensor]
 
@@ -158,7 +158,7 @@ def contenders(kind: str, shape: Shape, options: Options) -> dict[str, Contender
             found[label] = Contender(make, check, ours=True, line=True)
             for sums in SUMS if kind == "4-micro-batches" else ():
                 make = partial(step, partial(convert, each), sums)
-                found[f"{label}, summed in {str(sums)[6:]}"] = Contender(
+                found[f"{label}, summed in {str(sums).removeprefix('torch.')}"] = Contender(
                     make, check, ours=True, line=True
                 )
     if options.peer and isinstance(base, Sorted):

@@ -162,6 +162,7 @@ def plot(run: Record, path: Path) -> None:
             bars.setdefault(name, []).append((len(labels), times[row["baseline"]] / us))
         labels.append(f"{row['bench']}\n{row['label']}, {row['timing']}")
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.12 * len(labels) * (2 + len(bars))))
+    # There are more contenders than the ten colours of the default cycle.
     axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     height = 0.85 / max(1, len(bars))
     for i, (name, points) in enumerate(bars.items()):
