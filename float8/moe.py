@@ -89,11 +89,17 @@ class _Logits(torch.autograd.Function):
     """x @ w.T in float32. Saved for backward: x as it is, which the experts keep too, where
     autograd would keep a float32 copy."""
 
+    generate_vmap_rule = True  # and functorch passes, so that what the experts say is heard
+
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    def forward(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        return F.linear(x_TD.to(torch.float32), w_ED)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        x_TD, w_ED = inputs
         needs_x, needs_w = ctx.needs_input_grad
         ctx.save_for_backward(x_TD if needs_w else None, w_ED if needs_x else None)
-        return F.linear(x_TD.to(torch.float32), w_ED)
 
     @staticmethod
     def backward(ctx: Any, g_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -229,6 +229,16 @@ def test_the_router_keeps_x_as_it_is(dtype: torch.dtype) -> None:
     assert [text for text in saved(router, x) if text.endswith(f"[30, {D}]")] == [of(x)]
 
 
+def test_the_router_in_torch_func() -> None:
+    router, x = Router(D, E, K), torch.randn(30, D, requires_grad=True)
+    (expected,) = torch.autograd.grad(router(x)[0].square().sum(), x)
+    assert_same_bytes(torch.func.grad(lambda x: router(x)[0].square().sum())(x), expected)
+    each = torch.func.vmap(lambda x: router(x)[0])(x.detach().view(2, 15, D))
+    torch.testing.assert_close(each.view(30, K), router(x)[0])
+    with pytest.raises(NotImplementedError, match="swiglu_experts was called under"):
+        torch.func.grad(lambda x: layer()(x)[0].sum())(x)
+
+
 @pytest.mark.parametrize("way", ["backward in autocast", "compiled"])
 def test_the_routers_gradients_are_in_float32(way: str) -> None:
     """Compiled code runs backward under the autocast that forward had."""
