@@ -8,9 +8,9 @@ experts for each. offs holds where each expert's rows end; gx, gy, gh are the gr
 and of h = silu(..) * (..). Every GEMM follows the recipe's rule of its kind, as in
 ``float8.grouped_mm``.
 
-With a routing x are tokens as they came, and so is what comes back: the function moves them to
-their rows as it casts them, and the sums of the rows of y are its result. It keeps the tokens, not
-their rows, which are k for each, and casts these for wgrad in backward.
+With a routing, x holds tokens as they came, and the result is of those tokens: the function moves
+them to their rows as it casts them, and sums each token's rows of y. For backward it keeps the
+tokens, not their k times as many rows, which it casts again for wgrad.
 
 The casts of h and of the gradients of gate and up are fused with what makes them, but for a frozen
 matrix of both.
@@ -59,15 +59,15 @@ class Rules(NamedTuple):
 
 
 class _SwigluExperts(torch.autograd.Function):
-    """Saved for backward: x in FP8 in the layout that wgrad needs, or the tokens where there is a
-    routing, gate and up as they are, their product in FP8 for wgrad, and the weights as parameters;
-    of a routing where the rows are, the scores, and y for their gradient. Each only if a requested
-    gradient needs it."""
+    """Saved for backward: x in FP8 in the layout that wgrad needs; gate and up as they are; h in
+    FP8 for wgrad; the weights as parameters, or their copies for dgrad. With a routing: the tokens
+    in place of x in FP8, where their rows are, the scores, and y for the scores' gradient. Each
+    only if a requested gradient needs it, but for the routing and the scores."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # [R, D]; with a routing [T, D], and the result
+        x: Tensor,  # [R, D]; with a routing [T, D]; and so is the result
         scores_Tk: Tensor | None,
         offs: Tensor,
         routing: Routing | None,
@@ -260,13 +260,13 @@ def swiglu_experts(
     forward and backward, as ``recipe`` says; differentiable once.
 
     Args:
-        x: [T, D] bf16, fp16 or fp32, rows sorted by expert.
+        x: [R, D] bf16, fp16 or fp32, rows sorted by expert.
         w_gate, w_up: [E, D, F]; w_down: [E, F, D]; of x's dtype, or any under autocast, which casts
             x; any strides: often ``weight.mT`` of parameters [E, N, K]. With ``w_up=None`` w_gate
             is [E, D, 2 F], gate's columns before up's: one product instead of two, scaled as one.
         offs: int32 [E] on x's device: where each expert's rows end, as ``grouped_mm`` takes it.
 
-    Returns: [T, D] of x's dtype: what ``grouped_mm`` gives for each product, with x cast and kept
+    Returns: [R, D] of x's dtype: what ``grouped_mm`` gives for each product, with x cast and kept
         once for both. Rows of no expert are zero, as is their gradient, whatever x and the gradient
         hold there; the gradients of an expert without rows are exactly zero.
 
@@ -291,7 +291,8 @@ def run_swiglu_experts(
 ) -> Tensor:
     """``swiglu_experts`` by these plans. ``weights``: down, then gate and up or both in one;
     ``cached``: FP8 copies of each; ``routed``: a routing of tokens x [T, D], whose offs these are,
-    and scores [T, k]. Then it is ``unpermute`` of the experts of ``permute`` of x, bit for bit."""
+    and scores [T, k]. The result is then that of ``permute``, the experts and ``unpermute``, bit
+    for bit."""
     refuse_functorch("float8.swiglu_experts", "float8.revert(model) first")
     down, *into = weights
     _check_shapes(x, down, into)

@@ -12,7 +12,7 @@ Shape letters: T tokens, sorted by group; G groups; K and N features; P columns 
                    a group without columns comes out exactly zero
     grouped_wgrad_add_  the same, added to what out_GNK holds
 
-    a and b times their scales, accumulated in float32 and rounded once to out_dtype
+    a and b times their scales, accumulated in float32 and rounded once, before they are added
 
 Implementations: ``hopper`` and ``triton`` are the kernels of ``scaled_mm`` that have these names,
     walking groups whose ends they read on the device. ``torch`` multiplies the dequantised operands
@@ -443,12 +443,12 @@ def grouped_wgrad_add_(
     fast_accum: bool,
     impl: str,
 ) -> None:
-    """Add what ``grouped_wgrad`` gives for the other arguments, in ``out``'s dtype, to ``out``: the
+    """Add to ``out`` what ``grouped_wgrad`` gives for the other arguments in ``out``'s dtype: the
     gradients of another micro-batch.
 
     Args:
-        out: bf16, fp16 or fp32 [G, N, K], contiguous; that of a group without columns stays as it
-            is.
+        out: bf16, fp16 or fp32 [G, N, K], contiguous; the sum of a group without columns stays as
+            it is.
 
     Raises:
         ValueError: ``out`` is none of this; or as ``grouped_wgrad``.

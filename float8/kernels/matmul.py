@@ -253,7 +253,7 @@ IMPLEMENTATIONS = {
 # Where measurements (docs/performance.md) say otherwise: (architecture, native mode) to the names
 # in their order.
 RULES: dict[tuple[str, str | None], tuple[str, ...]] = {
-    # 8192 x 14336 x 4096 on an H200: 549 TFLOPS; the Triton kernel, which meets the scales every 32
+    # 8192 x 14336 x 4096 on an H200: 547 TFLOPS; the Triton kernel, which meets the scales every 32
     # of K, has 254.
     ("sm_90", "mx"): ("torch_bf16", "triton", "torch"),
 }
@@ -315,7 +315,7 @@ def scaled_mm_add_(
     impl: str,
 ) -> None:
     """``out_MN += scaled_mm(...)``, whose other arguments and implementations these are: the
-    product, of ``out``'s dtype, is added to it, as autograd adds up gradients.
+    product is rounded to ``out``'s dtype and then added, as autograd adds up gradients.
 
     Args:
         out: [M, N] bf16, fp16 or fp32, contiguous; left as it is where K is 0.

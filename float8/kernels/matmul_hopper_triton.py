@@ -67,7 +67,7 @@ class Config:
     ACCUMULATE: bool  # onto what out holds
     TMA_OUT: bool
     WIDTH: int  # columns that are written at a time, from BUFFERS that take turns
-    BUFFERS: int
+    BUFFERS: int  # of each warpgroup
     STAGES: int
     BN: int = 256
     BK: int = 128
@@ -83,7 +83,7 @@ class Config:
         accumulate: bool,
         wide: int,
     ) -> Config:
-        """``wide``: bytes of an output, 0 where TMA cannot write them."""
+        """``count``: groups; ``wide``: bytes of an output, 0 where TMA cannot write them."""
         lists = -(-count // 128) if groups == "rows" else 0
         # What is written, and the sums it is made of, must fit beside the other half's sums. (Two
         # buffers of half the columns were slower: TMA then writes 128 bytes of a row.)
@@ -92,6 +92,7 @@ class Config:
         stage += (scales[0] == "vector") * 128 * 4 + (scales[1] == "vector") * Config.BN * 4
         rest, buffer = _SHARED_MEMORY - lists * 128 * 4, 128 * width * wide
         stages = min(4, (rest - buffer) // stage)
+        # A second buffer only where operands leave room: they need theirs more.
         buffers = 2 if stages * stage + 2 * buffer <= rest else 1
         return Config(
             *scales, groups, lists, fast, bias, accumulate, wide > 0, width, buffers, stages
@@ -108,7 +109,8 @@ def _sums(columns):
 
 @gluon.jit
 def _span(offs, g, G, LENGTH):
-    """Where groups g begin and end, within LENGTH whatever offs holds; group G is the rest."""
+    """Where groups g begin and end, within LENGTH whatever offs holds; group G is the rest. What
+    comes of those after G, which fill up a list, nobody may use."""
     start = gl.load(offs + (g - 1), mask=(g > 0) & (g <= G), other=0)
     end = gl.load(offs + g, mask=g < G, other=LENGTH)
     start = gl.minimum(gl.maximum(start, 0), LENGTH)
@@ -133,6 +135,7 @@ def _each(warps):
 
 @gluon.constexpr_function
 def _line():
+    """A layout of a vector in shared memory, its values one after the other."""
     return gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 
@@ -149,8 +152,8 @@ def _add(x, y):
 
 @gluon.jit
 def _list_ends(ends, offs, M, G, across, P: gl.constexpr):
-    """For groups of rows, how many tiles there are up to the end of each; what follows the last
-    group's is never reached."""
+    """For groups of rows, how many tiles there are up to the end of each; behind the last group's
+    stands a number that no tile reaches."""
     before = gl.to_tensor(0)
     for i in range(P.LISTS):
         g = i * 128 + gl.arange(0, 128, _spread())
@@ -175,7 +178,8 @@ def _find(t, ends, P: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _turns(G, P: gl.constexpr):
-    """Groups of columns are multiplied one after the other; all others' tiles are one row."""
+    """Groups of columns take turns, one after the other: their tiles have few steps, beside which a
+    search in a list takes long. All other tiles are walked in one turn."""
     turns = 1
     if P.GROUPS == "columns":
         turns = G
@@ -194,11 +198,12 @@ def _steps(turn, offs, K, G, P: gl.constexpr):
 
 @gluon.jit
 def _count(ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
-    """The tiles of a turn. Of groups of rows those of no group, which come out zero, are last."""
+    """How many tiles a turn has. Behind those of groups of rows are those of rows of no group,
+    which come out zero."""
     count = down * across
     if P.GROUPS == "rows":
         low, high = _span(offs, G, G, M)
-        _, last = _find(2**31 - 2, ends, P, WARPS)
+        _, last = _find(2**31 - 2, ends, P, WARPS)  # behind all groups, before what fills the list
         count = last + gl.cdiv(high - _top(low, high, P), 128) * across
     return count
 
@@ -327,6 +332,7 @@ def _inside(rows, columns, low, high, N, P: gl.constexpr):
 def _put(at, values, mask, P: gl.constexpr):
     if P.ACCUMULATE and (P.TMA_OUT or values.dtype == gl.float32):
         # The memory adds, 16 bytes at once where they lie so: no warp waits for what was there.
+        # (To each value one tile adds, once: the same bits in every run.)
         gl.atomic_add(at, values, mask=mask, sem="relaxed")
     else:
         if P.ACCUMULATE:
@@ -494,10 +500,11 @@ def matmul_kernel(
     a_desc, b_desc, scale_a_desc, scale_b_desc, out_desc, scale_a, scale_b, bias, out, offs,
     M, N, K, G, down, across, b_g, sa_g, sa_m, sa_k, sb_g, sb_n, sb_k, out_m, P: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = (a [M, K] * scale_a) @ (b [N, K] * scale_b).T, plus bias [N] and out if P says
-    so. With groups of rows that holds of the rows of a and out that end at offs[g] and rows
-    g * b_g to g * b_g + N of b; rows of no group are written as zeros. With groups of columns,
-    which end at offs[g] and begin at multiples of BK, group g's product is out[g] of [G, M, N].
+    """out [M, N] = (a [M, K] * scale_a) @ (b [N, K] * scale_b).T, plus bias [N] if P says so,
+    rounded; then added to what out holds if P says so. With groups of rows that is true of the rows
+    of a and out that end at offs[g] and rows g * b_g to g * b_g + N of b; rows of no group are
+    written as zeros. With groups of columns, which end at offs[g] and begin at multiples of BK,
+    group g's product is out[g] of [G, M, N].
 
     ``down`` and ``across`` are the tiles of M x N.
 
