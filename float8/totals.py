@@ -65,6 +65,7 @@ def _adding(total: Tensor) -> AbstractContextManager[Any]:
     except RuntimeError:  # torch.autograd.grad of the weight, to which nothing could be returned
         asked = False
     if not asked:
+        of.refused = True  # for good: other weights' products may have been added before
         _refuse_partial(of.weight)
     return of.lock  # type: ignore[no-any-return]
 
@@ -75,7 +76,7 @@ class _Total:
 
     def __init__(self, weight: Tensor, total: Tensor) -> None:
         self.weight, self.passed, self.closed, self.version = weight, False, False, 0
-        self.lock = threading.Lock()
+        self.refused, self.lock = False, threading.Lock()
         self.node: Any = get_gradient_edge(weight).node  # held, as autograd would make another
         hook = self.node.register_prehook(self.see)
         # Whoever holds the node for good would hold the sums of all blocks.
@@ -152,7 +153,7 @@ class Totals:
 
     def check_end(self) -> None:
         for total in self.of.values():
-            if total._total.version != total._version:
+            if total._total.refused or total._total.version != total._version:
                 _refuse_partial(total._total.weight)
 
     def close(self) -> None:

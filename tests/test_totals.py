@@ -516,6 +516,17 @@ def test_a_backward_for_less_than_weights_is_refused_at_once(name: str) -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
+def test_what_a_refused_backward_has_added_is_not_given() -> None:
+    """Although it was caught, and a whole one came after it."""
+    model, ((x, g), *_) = build("layers"), batches(1)
+    into, *_ = model.parameters()
+    with pytest.raises(RuntimeError, match="would be a part of the sum"), block(model):
+        with pytest.raises(RuntimeError, match="would be a part of the sum"):
+            model(x)[:, :64].backward(g, inputs=[into])
+        backward(model, x, g)
+    assert all(p.grad is None for p in model.parameters() if p.ndim == 2)
+
+
 @contextlib.contextmanager
 def block(model: nn.Module, accumulate: Any = FP32) -> Iterator[None]:
     with cached_weights(model, accumulate=accumulate):
