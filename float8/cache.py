@@ -142,9 +142,8 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
 
     With ``accumulate``, the products that make gradients of these weights add them up in that
     dtype: torch.bfloat16 saves autograd's passes over them; in torch.float32 no micro-batch rounds
-    their sum.
-    ``.grad`` is as it was until the end of the block puts the sums there, or
-    adds them to what it holds; an exception leaves it so. Gradients that come by other ways (of
+    their sum. ``.grad`` is as it was until the end of the block puts the sums there, or adds them
+    to what it holds; an exception leaves it so. Gradients that come by other ways (of
     views without copies, of other parameters) go to ``.grad`` as ever. Every backward in the block
     is to be a whole one, and in compiled code to come before the next forward; a call of compiled
     code may be given one view of a weight, and more are taken inside of it. Threads may call

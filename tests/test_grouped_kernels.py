@@ -361,16 +361,17 @@ def test_a_few_groups_among_many_empty_ones(kernel: Kernel) -> None:
         assert_products(kernel(x), x)
 
 
-def test_more_groups_than_fit_into_a_list() -> None:
-    x = rows([0] * 8193, 3, 16, 16, ROWS["rowwise"], "cpu")
-    with pytest.raises(ValueError) as refusal:
-        Kernel("hopper", "cpu")(x)
-    pytest.importorskip("expecttest").assert_expected_inline(
-        str(refusal.value),
-        """\
-impl='hopper' cannot multiply 8193 groups: the list of their ends has room for 8192; \
-multiply that many at a time""",
-    )
+def test_more_groups_than_the_list_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are the other kernel's."""
+    x = Kernel("triton", "cpu", "sm_90").rows([3, 0, 5], 1, 16, 16, ROWS["rowwise"])
+    monkeypatch.setattr(grouped_hopper, "MOST", 2)
+    multiplied: list[Any] = []
+    monkeypatch.setattr(grouped_triton, "multiply_rows", lambda *args: multiplied.append(args))
+    monkeypatch.setattr(grouped, "device_profile", lambda device: describe("sm_90"))
+    block = 1, *x.mode.b[::-1]
+    args = (x.a, x.b.mT, x.scale_a, x.scale_b.mT, x.offs, x.mode.a, block, BF16, False, "hopper")
+    float8.ops.grouped_mm(*args)
+    assert len(multiplied) == 1
 
 
 @pytest.mark.parametrize("align", [1, 16, 128])

@@ -209,13 +209,11 @@ def grouped_mm(
     lead, inner, columns = x.block_b
     turned = x.block_a, (lead, columns, inner)
     args = (a, b.mT, scale_a, scale_b.mT, offs, *turned, out_dtype, fast_accum)
-    if impl == "triton":
-        from . import grouped_triton
+    from . import grouped_hopper, grouped_triton
 
-        return grouped_triton.multiply_rows(*args)
-    from . import grouped_hopper
-
-    return grouped_hopper.multiply_rows(*args)
+    if impl == "hopper" and len(offs) <= grouped_hopper.MOST:
+        return grouped_hopper.multiply_rows(*args)
+    return grouped_triton.multiply_rows(*args)
 
 
 def _grouped_mm_reference(x: GroupedProduct) -> Tensor:

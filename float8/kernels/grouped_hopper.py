@@ -38,24 +38,19 @@ def multiply_rows(
         a_TK, b_GNK: FP8, e4m3 and e5m2 in any pair; copied if K is no multiple of 16 or the rows
             do not lie as TMA wants them. No size is 0.
         scale_a, scale_b: float32, ``scale_shape`` of a and b.
-        offs: int32 [G], where each group's rows end.
+        offs: int32 [G], where each group's rows end; at most MOST.
         block_a, block_b: (1, FULL) or (FULL, FULL) and (1, 1 or FULL, FULL); or (1, 128) and
             (1, 1 or 128, 128).
 
     Returns: [T, N] ``out_dtype``; rows of no group are zero.
 
     Raises:
-        ValueError: the operands do not fit (``matmul_hopper.fits``), or there are more than MOST
-            groups.
+        ValueError: the operands do not fit (``matmul_hopper.fits``).
     """
     assert block_a[0] in (1, FULL) and block_b[0] == 1, (block_a, block_b)
     assert scale_a.shape == scale_shape(a_TK.shape, block_a), scale_a.shape
     assert scale_b.shape == scale_shape(b_GNK.shape, block_b), scale_b.shape
-    if len(offs) > MOST:
-        raise ValueError(
-            f"impl='hopper' cannot multiply {len(offs)} groups: the list of their ends has room "
-            f"for {MOST}; multiply that many at a time"
-        )
+    assert len(offs) <= MOST, len(offs)
     a_TK, _ = stacked(a_TK[None])
     n = b_GNK.shape[1]
     b_RK, b_rows = stacked(b_GNK)

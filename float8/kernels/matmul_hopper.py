@@ -94,8 +94,7 @@ def scaled_mm_hopper(
         fast_accum: see the module's docstring; block modes do without.
         bias: [N], contiguous, bf16, fp16 or fp32, added before rounding.
         out: [M, N] ``out_dtype`` with contiguous rows, to which the rounded product is added.
-            Where these rows and their pitch are multiples of 16 bytes, the memory adds: float32
-            values below 2^-126 become zero.
+            In float32 the memory adds: values below 2^-126 become zero.
 
     Returns: ``out``, or a new contiguous [M, N].
     """

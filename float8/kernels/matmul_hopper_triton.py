@@ -187,13 +187,15 @@ def _turns(G, P: gl.constexpr):
 
 
 @gluon.jit
-def _steps(turn, offs, K, G, P: gl.constexpr):
-    """Of what is multiplied in this turn: its first block of K, and how many it has."""
+def _steps(turn, tiles, offs, K, G, P: gl.constexpr):
+    """Of what is multiplied in this turn: its first block of K, how many it has, and its tiles."""
     begin, blocks = 0, gl.cdiv(K, P.BK)
     if P.GROUPS == "columns":
         start, end = _span(offs, turn, G, K)
         begin, blocks = start // P.BK, gl.cdiv(end - start, P.BK)
-    return begin, blocks
+        if P.ACCUMULATE:  # or zeros would be added
+            tiles = gl.where(blocks > 0, tiles, 0)
+    return begin, blocks, tiles
 
 
 @gluon.jit
@@ -255,8 +257,8 @@ def _produce(
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     t, tiles = gl.program_id(0), _count(ends, offs, M, G, down, across, P, 1)
     for turn in range(_turns(G, P)):
-        begin, blocks = _steps(turn, offs, K, G, P)
-        while t < tiles:
+        begin, blocks, count = _steps(turn, tiles, offs, K, G, P)
+        while t < count:
             g, row, column, _, _ = _tile(t, ends, offs, M, G, down, across, P, 1)
             own = blocks
             if P.GROUPS == "rows":
@@ -284,7 +286,7 @@ def _produce(
                     tma.async_copy_global_to_shared(scale_a_desc, [at + 64], ready, upper)
                 stage, phase = _next(stage, phase, P)
             t += gl.num_programs(0)
-        t -= tiles  # the next turn's are counted from its first
+        t -= count  # the next turn's are counted from its first
 
 
 @gluon.jit
@@ -419,8 +421,8 @@ def _consume(
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     t, tiles = gl.program_id(0), _count(ends, offs, M, G, down, across, P, 4)
     for turn in range(_turns(G, P)):
-        begin, blocks = _steps(turn, offs, K, G, P)
-        while t < tiles:
+        begin, blocks, count = _steps(turn, tiles, offs, K, G, P)
+        while t < count:
             g, row, column, low, high = _tile(t, ends, offs, M, G, down, across, P, 4)
             row += FIRST_ROW
             shift, own, live = 0, blocks, True
@@ -484,7 +486,7 @@ def _consume(
                 shift, live, N, sa_m, sb_n, out_m, HALF, P,
             )  # fmt: skip
             t += gl.num_programs(0)
-        t -= tiles  # the next turn's are counted from its first
+        t -= count  # the next turn's are counted from its first
     if P.TMA_OUT:
         tma.store_wait(0)
 
