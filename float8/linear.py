@@ -221,8 +221,7 @@ def fold(x: Tensor) -> Tensor:
 
 def unfold(y_MN: Tensor, x: Tensor) -> Tensor:
     """y with x's leading dimensions. To autograd it is no view, of which FSDP2 would warn."""
-    y: Tensor = torch.ops.aten._unsafe_view(y_MN, (*x.shape[:-1], y_MN.shape[1]))
-    return y
+    return torch.ops.aten._unsafe_view(y_MN, (*x.shape[:-1], y_MN.shape[1]))  # type: ignore[no-any-return]
 
 
 def check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -268,6 +267,18 @@ def run_linear(
     return unfold(y_MN, x)
 
 
+def note_run(holder: Any, plans: Plans) -> None:
+    """Set ``holder.last_run``: who is going to multiply, by these plans."""
+    run = tuple("high precision" if plan is None else plan.impl for plan in plans)
+    if torch.compiler.is_compiling():
+        # Dynamo takes no change of an attribute inside a checkpointed region, as it could change
+        # what is recomputed; this one does not.
+        unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+        unchecked(setattr, holder, "last_run", run)
+    else:
+        holder.last_run = run
+
+
 class Float8Linear(nn.Linear):
     """``nn.Linear`` whose GEMMs run as ``recipe`` says. Its parameters are plain; so is its state
     dict.
@@ -301,15 +312,7 @@ class Float8Linear(nn.Linear):
 
     def begin(self, plans: Plans) -> Cached:
         """Note who is going to multiply; the weight's FP8 copies, if there are any."""
-        forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
-        run = forward, dgrad, wgrad
-        if torch.compiler.is_compiling():
-            # Dynamo takes no change of an attribute inside a checkpointed region, as it could
-            # change what is recomputed; this one does not.
-            unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-            unchecked(setattr, self, "last_run", run)
-        else:
-            self.last_run = run
+        note_run(self, plans)
         if self.cached is None:
             return NOT_CACHED
         self.cached.check(self.weight, self.recipe)

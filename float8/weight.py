@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .devices import assumed_device
 from .grouped import grouped_plans, run_grouped_mm
-from .linear import NOT_CACHED, Cached, run_linear
+from .linear import NOT_CACHED, Cached, note_run, run_linear
 from .recipe import ROWWISE, Cast, Gemm, Plans, Recipe, check_recipe
 from .tensor import Float8TrainingTensor, refuse_functorch
 
@@ -457,13 +457,7 @@ def has_copies(w: Any) -> bool:
 
 def note(w: Float8Weight, plans: Plans) -> Plans:
     """Record who is going to multiply w: by these plans."""
-    forward, dgrad, wgrad = ("high precision" if plan is None else plan.impl for plan in plans)
-    run = forward, dgrad, wgrad
-    if torch.compiler.is_compiling():  # as Float8Linear.begin
-        unchecked = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-        unchecked(setattr, w.record, "last_run", run)
-    else:
-        w.record.last_run = run
+    note_run(w.record, plans)
     return plans
 
 
