@@ -121,7 +121,7 @@ class _SwigluMLP(torch.autograd.Function):
         x_MD, norm_D, rstd_M, *saved = ctx.saved_tensors
         # From here on memory is free, in eager code, when nothing in this function names it.
         ctx.maybe_clear_saved_tensors()
-        z_t, products, h_t, w_gate, w_up, w_down = (saved[i : i + 2] for i in range(0, 12, 2))
+        z_t, products, h_t, *weights = (saved[i : i + 2] for i in range(0, 12, 2))
         del saved
         dtype, needs = ctx.dtype, ctx.needs_input_grad
         dgrad, wgrad = ctx.rules.dgrad, ctx.rules.wgrad
@@ -137,8 +137,8 @@ class _SwigluMLP(torch.autograd.Function):
             g_down = multiply_gradient(gy_t, h_t, wgrad, *ctx.gradients[2])
         del gy_t, h_t
         if into_hidden:
-            gh_MF = multiply_parts(gy, weight_for_dgrad(w_down, dgrad), dgrad, dtype)
-            del gy, w_down
+            gh_MF = multiply_parts(gy, weight_for_dgrad(weights.pop(), dgrad), dgrad, dtype)
+            del gy
             # Of gate and of up, stacked.
             g, g_scale, g_t, g_t_scale = torch.ops.float8.swiglu_backward_quantize(
                 gh_MF,
@@ -147,13 +147,11 @@ class _SwigluMLP(torch.autograd.Function):
                 *settings(wgrad.a if needs[2] or needs[3] else None),
             )
             del gh_MF, products
-            if into_x:
-                w = weight_for_dgrad(w_gate, dgrad)
-                g_x = multiply_parts((g[0], g_scale[0]), w, dgrad, dtype)
-                del w, w_gate
-                w = weight_for_dgrad(w_up, dgrad)
-                g_x.add_(multiply_parts((g[1], g_scale[1]), w, dgrad, dtype))
-                del w, w_up
+            for i in range(2 if into_x else 0):
+                w = weight_for_dgrad(weights.pop(0), dgrad)
+                part = multiply_parts((g[i], g_scale[i]), w, dgrad, dtype)
+                g_x = part if g_x is None else g_x.add_(part)
+                del w, part
             del g
             if needs[2]:
                 g_gate = multiply_gradient((g_t[0], g_t_scale[0]), z_t, wgrad, *ctx.gradients[0])
