@@ -358,13 +358,13 @@ def _adds_bias(x: Product) -> bool:
         return x.impl in ("hopper", "triton", "torch")
     # torch's scaled_mm takes a bias of the output's dtype, and none for float32; what becomes of
     # one in blocks, or on AMD, is not known here.
+    assert x.bias is not None
     profile = device_profile(x.a.device)
     modes = {"tensorwise"}
     if _cublaslt_scales_rows(profile) or x.out_dtype == torch.bfloat16:
         modes.add("rowwise")
     return (
         profile.vendor == "nvidia"
-        and x.bias is not None
         and x.bias.dtype == x.out_dtype != torch.float32
         and native_mode(*x.operands) in modes
     )

@@ -211,9 +211,9 @@ def _count(ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr)
 
 
 @gluon.jit
-def _tile(t, ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
-    """Of tile t: its group of rows; its first row and column; where the group's rows begin and
-    end."""
+def _tile(t, blocks, ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexpr):
+    """Of tile t: its group of rows; its first row and column; where the group's rows begin and end;
+    how many of the turn's blocks of K it has."""
     g, top, low, high = 0, 0, 0, M
     if P.GROUPS == "rows":
         g, before = _find(t, ends, P, WARPS)
@@ -221,12 +221,13 @@ def _tile(t, ends, offs, M, G, down, across, P: gl.constexpr, WARPS: gl.constexp
         low, high = _span(offs, g, G, M)
         top = _top(low, high, P)
         down = gl.cdiv(high - top, 128)
+        blocks = gl.where(g < G, blocks, 0)
     # Tiles go down GROUP rows of tiles, then on to the next column, so that programs share rows and
     # columns in the cache.
     batch, within = t // (P.GROUP * across), t % (P.GROUP * across)
     height = gl.minimum(down - batch * P.GROUP, P.GROUP)
     row = top + (batch * P.GROUP + within % height) * 128
-    return g, row, within // height * P.BN, low, high
+    return g, row, within // height * P.BN, low, high, blocks
 
 
 @gluon.jit
@@ -259,10 +260,7 @@ def _produce(
     for turn in range(_turns(G, P)):
         begin, blocks, count = _steps(turn, tiles, offs, K, G, P)
         while t < count:
-            g, row, column, _, _ = _tile(t, ends, offs, M, G, down, across, P, 1)
-            own = blocks
-            if P.GROUPS == "rows":
-                own = gl.where(g < G, blocks, 0)
+            g, row, column, _, _, own = _tile(t, blocks, ends, offs, M, G, down, across, P, 1)
             for block in range(begin, begin + own):
                 k = block * P.BK
                 ready = full.index(stage)
@@ -391,8 +389,6 @@ def _store(
             total = (total * row_scale[:, None]) * column_scale[None, :]
         if P.BIAS:
             total += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        at = out + ((rows + shift)[:, None].to(gl.int64) * out_m + columns[None, :])
-        inside = _inside(rows, columns, low, high, N, P)
         rounded = total.to(out.dtype.element_ty)
         if P.TMA_OUT:
             part = buffers.index(column // COLUMNS % P.BUFFERS)
@@ -406,7 +402,8 @@ def _store(
                 if P.BUFFERS == 2:  # or one may still be read when its turn comes again
                     tma.store_wait(0)
         else:
-            _put(at, rounded, inside, P)
+            at = out + ((rows + shift)[:, None].to(gl.int64) * out_m + columns[None, :])
+            _put(at, rounded, _inside(rows, columns, low, high, N, P), P)
 
 
 @gluon.jit
@@ -423,12 +420,10 @@ def _consume(
     for turn in range(_turns(G, P)):
         begin, blocks, count = _steps(turn, tiles, offs, K, G, P)
         while t < count:
-            g, row, column, low, high = _tile(t, ends, offs, M, G, down, across, P, 4)
+            g, row, column, low, high, own = _tile(t, blocks, ends, offs, M, G, down, across, P, 4)
             row += FIRST_ROW
-            shift, own, live = 0, blocks, True
-            if P.GROUPS == "rows":
-                own = gl.where(g < G, blocks, 0)
-            elif P.GROUPS == "columns":
+            shift, live = 0, True
+            if P.GROUPS == "columns":
                 g, shift = turn, turn * M
             if P.GROUPS != "none":
                 live = own > 0
