@@ -1,6 +1,6 @@
 """Every kernel of the library on odd shapes, once: a program for compute-sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python tests/sanitize.py [part ...]
 
 Without the caching allocator every tensor is an allocation of its own size, so that what a kernel
 reads or writes beside it shows. Run it once without the sanitizer first, to compile what it runs.
@@ -9,6 +9,8 @@ Letters: M, T tokens; N out and K in features; D model and F hidden width; E exp
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
@@ -80,7 +82,8 @@ def experts() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (layers, products, experts):
-        part()
+    parts = {part.__name__: part for part in (layers, products, experts)}
+    for name in sys.argv[1:] or parts:
+        parts[name]()
         torch.cuda.synchronize()
-        print(part.__name__, "done", flush=True)
+        print(name, "done", flush=True)
