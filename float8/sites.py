@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .linear import Float8Linear
 from .mlp import SwiGLU
+from .moe import Experts
 from .recipe import Recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor
 from .weight import Float8Weight, given_as
@@ -123,8 +124,8 @@ def find_sites(model: nn.Module) -> list[Site]:
             sites.append(Site(names[0], known, module, "weight", "linear", by_class, refusal))
         for local, weight in _other_weights(module):
             refusal = _refuse_parameter(module, weight) or _refuse_swap(weight, users, managed)
-            stack = weight.ndim == 3 and weight.shape[0] > 1 and min(weight.shape[1:]) >= 16
-            kind: Kind = "experts" if stack else "unknown"
+            large = weight.ndim == 3 and weight.shape[0] > 1 and min(weight.shape[1:]) >= 16
+            kind: Kind = "experts" if large or isinstance(module, Experts) else "unknown"
             full = [f"{name}.{local}".lstrip(".") for name in names]
             known_here = (*full, local, *known)
             sites.append(Site(full[0], known_here, module, local, kind, False, refusal))

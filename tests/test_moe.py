@@ -297,6 +297,20 @@ def test_scores_that_are_too_small_for_float32(k: int) -> None:
     assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, *moe.parameters()))
 
 
+@pytest.mark.parametrize(("d", "f", "experts"), [(D, F_, 1), (8, 8, 4), (1, 3, 2)])
+def test_few_or_small_experts_are_known_as_experts(d: int, f: int, experts: int) -> None:
+    """Other modules' parameters of such shapes could be anything."""
+    moe, x = MoE(d, f, experts=experts, top_k=1), torch.randn(37, d)
+    truth = moe(x)[0].detach()
+    report = convert(moe, ROWWISE)
+    assert len(report.converted) == 3, report
+    y = moe(x)[0]
+    y.sum().backward()
+    assert not torch.equal(y, truth)
+    assert relative_error(y, truth) < 0.1
+    assert all(p.grad is not None for p in moe.experts.parameters())
+
+
 def test_experts_without_width() -> None:
     y, *_ = MoE(D, 0, experts=4, top_k=2)(torch.randn(3, D))
     assert y.shape == (3, D) and not y.any()
