@@ -69,13 +69,13 @@ class Rows(NamedTuple):
     offs: Tensor
 
     @staticmethod
-    def of(name: str, shape: Shape, device: torch.device) -> Rows:
+    def of(name: str, shape: Shape, device: torch.device, align: int = 16) -> Rows:
         mode, (t, n, k, g) = MODES[name], shape
         x_TK, w_GNK = random_input((t, k), device), random_input((g * n, k), device).view(g, n, k)
         fp8 = float8.format_for(device, "e4m3").dtype
         a, scale_a = quantize(x_TK, mode.block_a, fp8, mode.scale_mode)
         b, scale_b = quantize(w_GNK, (1, *mode.block_b), fp8, mode.scale_mode)
-        return Rows(mode, x_TK, w_GNK, a, b, scale_a, scale_b, group_ends(t, g, 16).to(device))
+        return Rows(mode, x_TK, w_GNK, a, b, scale_a, scale_b, group_ends(t, g, align).to(device))
 
     def operands(self) -> tuple[Operand, Operand]:
         return (
@@ -90,16 +90,20 @@ class Rows(NamedTuple):
         args = (*parts, torch.bfloat16, self.mode.fast_accum)
         return lambda impl: (ops.grouped_mm(*args, impl),)
 
+    def truth(self) -> Tensor:
+        """In float64."""
+        out_TN = self.a.new_zeros((len(self.a), self.b_GNK.shape[1]), dtype=torch.float64)
+        for e, (start, end) in enumerate(pairwise([0, *self.offs.tolist()])):
+            b_NK = exact(self.b_GNK[e], self.scale_b[e], self.mode.block_b)
+            part = self.scale_a if self.scale_a.shape[0] == 1 else self.scale_a[start:end]
+            out_TN[start:end] = exact(self.a[start:end], part, self.mode.block_a) @ b_NK.t()
+        return out_TN
+
 
 def rows_contenders(name: str, shape: Shape, options: Options) -> dict[str, Contender]:
     x = Rows.of(name, shape, options.device)
-    truth = torch.zeros(shape[0], shape[1], dtype=torch.float64, device=options.device)
-    for e, (start, end) in enumerate(pairwise([0, *x.offs.tolist()])):
-        b_NK = exact(x.b_GNK[e], x.scale_b[e], x.mode.block_b)
-        part = x.scale_a if x.scale_a.shape[0] == 1 else x.scale_a[start:end]
-        truth[start:end] = exact(x.a[start:end], part, x.mode.block_a) @ b_NK.t()
     return contenders(
-        truth,
+        x.truth(),
         lambda: (torch._grouped_mm(x.x_TK, x.w_GNK.mT, offs=x.offs),),
         x.product(),
         taken(grouped.IMPLEMENTATIONS, options.device, *x.operands()),
@@ -125,6 +129,19 @@ def empty_contenders(shape: Shape, options: Options) -> dict[str, Contender]:
         "alone": Contender(lambda: alone, check, line=True),
         "among empty ones": Contender(among_empty_ones, check, ours=True, line=True),
     }
+
+
+def unaligned_contenders(shape: Shape, options: Options) -> dict[str, Contender]:
+    """Products of groups that start on multiples of 16, and of groups that start anywhere."""
+    found = {}
+    for name in ("rowwise", "1x128x128x128"):
+        for starts, align in (("", 16), (", unaligned", 1)):
+            x = Rows.of(name, shape, options.device, align)
+            impl = grouped.select(options.device, *x.operands())
+            check = partial(as_exact, x.truth(), 2.0**-8 + ROUNDING[False])
+            make = partial(partial, x.product(), impl)
+            found[name + starts] = Contender(make, check, ours=True, line=True)
+    return found
 
 
 def columns_contenders(name: str, shape: Shape, options: Options) -> dict[str, Contender]:
@@ -189,4 +206,7 @@ BENCHES = [
         ("columns", columns_contenders, COLUMNS),
     )
     for name in names
-] + [Bench("grouped_gemm/empty", empty_contenders, SHAPES, SMOKE, "alone", flops=flops)]
+] + [
+    Bench("grouped_gemm/empty", empty_contenders, SHAPES, SMOKE, "alone", flops=flops),
+    Bench("grouped_gemm/unaligned", unaligned_contenders, SHAPES, SMOKE, "rowwise", flops=flops),
+]
