@@ -2,6 +2,7 @@
 
 from . import ops as ops
 from .cache import cached_weights as cached_weights
+from .convert import KEEP as KEEP
 from .convert import Report as Report
 from .convert import convert as convert
 from .convert import revert as revert

@@ -7,7 +7,7 @@ What becomes of a place that multiplies a weight:
 - What has a forward of its own keeps its class, and its parameter becomes a ``Float8Weight``:
   - ``weight`` of a subclass of ``nn.Linear``, or of an ``nn.Linear`` whose instance has a forward;
   - a stack of expert matrices: a 3-D parameter [experts, rows, columns], at least 2 x 16 x 16, of a
-    module that is not one of torch's;
+    module that is not one of torch's, or one of ``MoE``;
   - another 2-D or 3-D parameter of such a module, but only where the last component of a recipe
     map's pattern is its name: nothing tells a weight from a table of positions.
 - A SwiGLU layer of three that become Float8Linears becomes a ``SwiGLU`` around them, by its class
@@ -125,11 +125,13 @@ def convert(
         model: any module, a single ``nn.Linear`` too.
         recipe: for every layer; or pattern -> recipe, where the first match wins, and None, like no
             match at all, leaves a layer in high precision.
-        keep: patterns of layers to leave in high precision, whatever ``recipe`` says.
+        keep: patterns of layers to leave in high precision, whatever ``recipe`` says. Yours replace
+            KEEP; ``(*float8.KEEP, "layers.0.*")`` adds to it.
         experts: for stacks of expert matrices that no pattern of a recipe map matches: "auto" goes
             by ``recipe``, a Recipe is theirs alone, False leaves them in high precision.
-        strict: raise when nothing was converted, or when a pattern or a Recipe for experts that you
-            passed decided nothing, be it because all it is for cannot multiply in FP8.
+        strict: raise when nothing was converted, or when a pattern (but "*") or a Recipe for
+            experts that you passed decided nothing, be it because all it is for cannot multiply in
+            FP8.
         fuse: make SwiGLU layers one call; False leaves their forward as it is. (A module that was
             made as a ``SwiGLU`` needs no permission.)
 
@@ -152,7 +154,8 @@ def convert(
     report = _report(decisions, mlps)
     if strict:
         asked: list[tuple[str, object]] = [("keep", p) for p in keep if p not in KEEP]
-        asked += [("recipe", p) for p in (recipe if isinstance(recipe, Mapping) else ())]
+        patterns = recipe if isinstance(recipe, Mapping) else ()
+        asked += [("recipe", p) for p in patterns if p != "*"]  # which may be left with nothing
         asked += [("experts", experts)] * isinstance(experts, Recipe)
         _check_outcome(model, report, sites, [option for option in asked if option not in used])
     todo = [(s.name, partial(_enter, s, d)) for s, d in decisions if isinstance(d, Recipe)]
@@ -380,8 +383,8 @@ def _change_all(todo: Sequence[tuple[str, Callable[[], Callable[[], object]]]]) 
             if isinstance(error, RuntimeError):  # from torch.utils.swap_tensors
                 raise RuntimeError(
                     f"{title(name)} could not be changed, so nothing was: its parameter is "
-                    "held by a graph that waits for its backward, by DistributedDataParallel or "
-                    "by a weak reference"
+                    "held by a graph that waits for its backward (that of an output which you "
+                    "still hold), by DistributedDataParallel or by a weak reference"
                 ) from error
             raise
 
@@ -454,6 +457,9 @@ class Layer:
     note: str
 
 
+_EMULATED = {"torch", "torch_bf16"}  # implementations that multiply dequantised operands
+
+
 @dataclass(frozen=True)
 class Summary:
     """What multiplies in a model, and how; ``print`` it."""
@@ -472,7 +478,10 @@ class Summary:
             shape = " x ".join(map(str, layer.shape))
             rows.append((layer.name, shape, layer.recipe or "-", *ran, layer.note))
         idle = sum(layer.recipe is not None and layer.last_run is None for layer in self.layers)
-        return _table(rows, f"{self.fp8} of {len(self.layers)} in FP8, {idle} of them never run")
+        total = f"{self.fp8} of {len(self.layers)} in FP8, {idle} of them never run"
+        if emulated := sum(not _EMULATED.isdisjoint(layer.last_run or ()) for layer in self.layers):
+            total += f", {emulated} emulated"
+        return _table(rows, total)
 
 
 def summary(model: nn.Module) -> Summary:

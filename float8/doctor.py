@@ -36,8 +36,9 @@ from . import devices
 from .devices import OPS, DeviceProfile, assume_device, describe, device_profile, format_for
 from .dispatch.matmul import multiply
 from .formats import E8M0, FORMATS, Float8Format, format_of
+from .kernels import grouped
 from .kernels import quantize as cast
-from .kernels.matmul import IMPLEMENTATIONS, Operand, preference, triton_refusal
+from .kernels.matmul import IMPLEMENTATIONS, Operand, preference
 from .kernels.quantize import CastPlan
 from .recipe import RECIPES, Plan
 from .scaling import FULL, SCALE_MODES, Block, block_name, decode_scale, scale_dtype
@@ -338,6 +339,21 @@ def versions() -> dict[str, str | None]:
     }
 
 
+def _operands(plan: Plan) -> tuple[Operand, Operand]:
+    a, b = (Operand(p.dtype, p.block, scale_dtype(p.scale_mode)) for p in plan[:2])
+    return a, b._replace(block=b.block[::-1])
+
+
+def _chosen(
+    row: DeviceProfile, a: Operand, b: Operand
+) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Who multiplies on a device of that row, why others cannot, and the order that was asked."""
+    answers = {name: refuse(row, a, b) for name, refuse in IMPLEMENTATIONS.items()}
+    order = preference(row, a, b)
+    refusals = {name: reason for name, reason in answers.items() if reason is not None}
+    return next(name for name in order if name not in refusals), refusals, order
+
+
 def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int]) -> list[Report]:
     """Who multiplies in each recipe's three GEMMs for M tokens, N out and K in features. `row` is
     the device's profile, or the one that it would have if it were the assumed architecture."""
@@ -352,18 +368,13 @@ def matmuls(device: torch.device, row: DeviceProfile, mnk: tuple[int, int, int])
                 entry |= {"impl": "high precision", "order": (), "refusals": {}, "padded": False}
                 found.append(entry)
                 continue
-            a, b = (Operand(p.dtype, p.block, scale_dtype(p.scale_mode)) for p in plan[:2])
-            b = b._replace(block=b.block[::-1])
-            answers = {name: refuse(row, a, b) for name, refuse in IMPLEMENTATIONS.items()}
-            # What `select` answered, and would answer there.
-            order = preference(row, a, b)
-            impl = plan.impl if real else next(name for name in order if answers[name] is None)
+            chosen, refusals, order = _chosen(row, *_operands(plan))
+            impl = plan.impl if real else chosen  # what `select` answered, and would answer there
             # Dequantised operands are padded nowhere, this library's kernels' in the contraction.
             sizes = {"torch": (), "torch_bf16": (), "hopper": shape[2:], "triton": shape[2:]}.get(
                 impl, shape[1:]
             )
             padded = any(size % row.alignment for size in sizes)
-            refusals = {name: reason for name, reason in answers.items() if reason is not None}
             entry |= {"impl": impl, "order": order, "refusals": refusals, "padded": padded}
             found.append(entry)
     return found
@@ -533,42 +544,53 @@ def render(found: Report) -> str:
     return "\n".join(lines)
 
 
-# A product of each mode of torch's: blocks of a and b, dtype of their scales.
-_PRODUCTS: dict[str, tuple[Block, Block, torch.dtype]] = {
-    "mm_tensorwise": ((FULL, FULL), (FULL, FULL), torch.float32),
-    "mm_rowwise": ((1, FULL), (FULL, 1), torch.float32),
-    "mm_blockwise": ((1, 128), (128, 128), torch.float32),
-    "mm_mx": ((1, 32), (32, 1), E8M0.dtype),
-    "grouped": ((1, FULL), (FULL, 1), torch.float32),
+# What is sold with an architecture, for readers of the table.
+_CARDS = {
+    "sm_80": "A100",
+    "sm_86": "A10, RTX 30",
+    "sm_89": "L4, L40S, RTX 40",
+    "sm_90": "H100, H200",
+    "sm_100": "B200",
+    "sm_103": "B300",
+    "sm_120": "RTX 50",
+    "gfx90a": "MI200",
+    "gfx942": "MI300",
+    "gfx950": "MI350",
+    "gfx1200": "RX 9060",
+    "gfx1201": "RX 9070",
 }
 
 
-def _triton_multiplies(row: DeviceProfile, op: str, dtype: torch.dtype) -> bool:
-    if op not in _PRODUCTS:
-        return False
-    block_a, block_b, scale = _PRODUCTS[op]
-    return (
-        triton_refusal(row, Operand(dtype, block_a, scale), Operand(dtype, block_b, scale)) is None
-    )
-
-
 def support_table() -> str:
-    """docs/support.md: what `float8.devices` knows of every architecture."""
-    rows = [describe(arch) for arch in devices._TABLE]
-    head = ["architecture", "e4m3", "e5m2", *(f"`{op}`" for op in OPS), "alignment"]
+    """docs/support.md: who multiplies in forward on every architecture that devices.py knows."""
+    names = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+    table = [["architecture", "cards", "e4m3", *names, "experts"]]
+    table.append(["---"] * len(table[0]))
     reasons: dict[str, int] = {}
-    table = [head, ["---"] * len(head)]
-    for row in rows:
-        with assume_device(row.arch):
-            e4m3, e5m2 = format_for("cpu", "e4m3"), format_for("cpu", "e5m2")
-        cells = []
-        for op in OPS:
-            reason = row.refusal(op)
-            note = None if reason is None else reasons.setdefault(reason, len(reasons) + 1)
-            ours = "triton " if _triton_multiplies(row, op, e4m3.dtype) else ""
-            cells.append("native" if note is None else f"{ours}[{note}]")
-        formats = [f"{fmt.name}, {fmt.max:g}" for fmt in (e4m3, e5m2)]
-        table.append([row.arch, *formats, *cells, str(row.alignment)])
+    cpu = torch.device("cpu")
+
+    def cell(impl: str, refusals: dict[str, str]) -> str:
+        """Who, and why neither torch's own nor, where it is emulated, the portable kernel."""
+        missed = ("cublas", "triton") if impl == "torch" else ("cublas",)
+        why = dict.fromkeys(refusals[name].rstrip(".") for name in missed if name in refusals)
+        notes = ", ".join(str(reasons.setdefault(reason, len(reasons) + 1)) for reason in why)
+        return ("emulated" if impl == "torch" else impl) + (f" [{notes}]" if notes else "")
+
+    for arch in devices._TABLE:
+        row = describe(arch)
+        with assume_device(arch):
+            e4m3 = format_for(cpu, "e4m3")
+            plans = [RECIPES[name].plan(cpu)[0] for name in names]
+        pairs = dict(zip(names, map(_operands, filter(None, plans)), strict=True))
+        cells = [cell(*_chosen(row, *pair)[:2]) for pair in pairs.values()]
+        a, b = pairs["rowwise"]
+        answers = {
+            name: refuse(row, a, b._replace(block=(1, *b.block)))
+            for name, refuse in grouped.IMPLEMENTATIONS.items()
+        }
+        refusals = {name: reason for name, reason in answers.items() if reason is not None}
+        cells.append(cell(next(name for name in answers if name not in refusals), refusals))
+        table.append([arch, _CARDS.get(arch, ""), f"{e4m3.name}, {e4m3.max:g}", *cells])
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
     notes = "\n".join(f"- [{number}] {reason}" for reason, number in reasons.items())
     return _SUPPORT.format(table=body, notes=notes)
@@ -577,21 +599,21 @@ def support_table() -> str:
 _SUPPORT = """\
 # What runs where
 
-This page is what `python -m float8 support` prints from the table in `float8/devices.py`; a test
-compares the two. What was run on hardware, and what only compiled, is in the README.
+This page is what `python -m float8 support` prints; a test compares the two.
+What was run on hardware, and what only compiled, is in the README.
 
-For each architecture: its two formats with their largest numbers, and which ops are native there.
-`convert` is instructions that round to FP8; `mm_*` are torch's `scaled_mm` with one scale per
-tensor, per row, per block of 128 or per MX block of 32; `grouped` is its `scaled_grouped_mm` with
-one scale per row, which `float8.grouped_mm` never chooses: its products are this library's, by the
-Hopper kernel on sm_90 and by the Triton kernel elsewhere. Where it says `triton`, this library's
-Triton kernel multiplies instead, and MX blocks on sm_90 in bf16, which holds their values. The rest
-is emulated, in the same formats and blocks. The alignment, in bytes, is that of N and of the
-contraction in a native product; other sizes are padded inside.
+Who multiplies in forward, by recipe, on each architecture, and the format that its tensor cores
+have with its largest number. `cublas` is torch's own `scaled_mm` (cuBLASLt or CUTLASS on NVIDIA,
+hipBLASLt on AMD); `hopper` and `triton` are kernels of this library, which multiply experts
+everywhere (in MX blocks the Triton kernel does, where there is one); `torch_bf16` multiplies MX
+blocks, dequantised, in bf16, which holds their values; *emulated* is in float32, in the same
+formats and blocks: for numerics, and slow. A number says why torch's own, and where it is emulated
+the Triton kernel, does not multiply. Sizes are any: what an implementation needs to be aligned is
+padded inside.
 
 `python -m float8 doctor` says the same of the devices of a machine, less what its build of torch
-lacks, and tests them. With `--matmul M N K` it says who multiplies in each recipe, and why not
-another; with `--assume gfx942`, the same of any row of the table.
+lacks, and tests them. With `--matmul M N K` it says who multiplies in each recipe and product, and
+why not another; with `--assume gfx942`, the same of any row of the table.
 
 {table}
 

@@ -182,8 +182,8 @@ def _refuse_class(cls: type[nn.Module]) -> str | None:
     members = [name for base in bases for name in vars(base) if not name.startswith("__")]
     if own := [name for name in members if name not in ("forward", "float8_swiglu")]:
         return f"its class has {own[0]!r}, which SwiGLU lacks"
-    if (takes := list(inspect.signature(cls.forward).parameters)) != ["self", "x"]:
-        return f"its forward takes ({', '.join(takes)}), that of SwiGLU (self, x)"
+    if (takes := list(inspect.signature(cls.forward).parameters)[1:]) != ["x"]:
+        return f"its forward takes ({', '.join(takes)}), that of SwiGLU (x)"
     return None
 
 

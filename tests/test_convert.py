@@ -593,7 +593,7 @@ layer          shape    recipe            forward    dgrad  wgrad           note
 blocks.0.up    64 x 32  rowwise_wgrad_hp  torch      torch  high precision
 blocks.0.down  32 x 64  rowwise           never run  -      -
 lm_head        48 x 32  -                 -          -      -               kept by pattern 'lm_head'
-2 of 3 in FP8, 1 of them never run""",  # noqa: E501
+2 of 3 in FP8, 1 of them never run, 1 emulated""",  # noqa: E501
     )
     assert summary(model).fp8 == 2
     assert summary(model).layers[1].last_run is None
@@ -1582,7 +1582,7 @@ def test_float8_weights_come_before_data_parallel() -> None:
         assert all(type(p) is nn.Parameter for p in model.parameters())
     assert_expected_inline(
         message,
-        """Layer 'module.1' could not be changed, so nothing was: its parameter is held by a graph that waits for its backward, by DistributedDataParallel or by a weak reference""",  # noqa: E501
+        """Layer 'module.1' could not be changed, so nothing was: its parameter is held by a graph that waits for its backward (that of an output which you still hold), by DistributedDataParallel or by a weak reference""",  # noqa: E501
     )
     model = mixed()
     with one_process_group():
@@ -1866,7 +1866,7 @@ c.w3         48 x 32  rowwise  never run  -      -      'c' is not fused: w2 is 
 d.w1         48 x 32  rowwise  never run  -      -
 d.w2         32 x 48  rowwise  never run  -      -
 d.w3         48 x 32  rowwise  never run  -      -
-11 of 12 in FP8, 8 of them never run""",  # noqa: E501
+11 of 12 in FP8, 8 of them never run, 3 emulated""",  # noqa: E501
     )
     model["a"].gate_proj.register_forward_hook(lambda *args: None)
     assert summary(model).layers[0].note.startswith("'a' is not fused: gate_proj has hooks")
@@ -2092,7 +2092,7 @@ def test_a_class_that_has_more_than_swiglu_stays() -> None:
         """\
 Counts: its class has 'flops', which SwiGLU lacks
 Listed: its float8_swiglu is ['w1', 'w3', 'w2']; it must be a tuple of the names of gate, up and down, and perhaps of a norm
-ByKeyword: its forward takes (self, hidden, scale), that of SwiGLU (self, x)""",  # noqa: E501
+ByKeyword: its forward takes (hidden, scale), that of SwiGLU (x)""",  # noqa: E501
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -428,18 +428,25 @@ def test_the_page_of_support_is_what_the_command_prints() -> None:
     assert table in (ROOT / "README.md").read_text(), "README.md shows the same table"
 
 
-def test_support_tells_every_architecture_and_reason() -> None:
+def test_support_tells_who_multiplies_on_every_architecture() -> None:
     text = doctor.support_table()
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].removeprefix("| ") for row in rows] == list(devices._TABLE)
-    for row in rows:
-        profile = describe(row[0].removeprefix("| "))
-        for op, cell in zip(OPS, row[3:-1], strict=True):
-            reason = profile.refusal(op)
-            note = cell.removeprefix("triton ")
-            assert cell == "native" if reason is None else f"- {note} {reason}" in text
-    ours = {row[0]: [cell for cell in row if cell.startswith("triton")] for row in rows}
-    assert {arch.removeprefix("| ") for arch, cells in ours.items() if cells} == {
-        "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950"
-    }  # fmt: skip
-    assert "e4m3fnuz, 240" in text and math.isfinite(E4M3FN.max)
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    head, rows = lines[0], {line[0]: line[1:] for line in lines[2:]}
+    assert list(rows) == list(devices._TABLE)
+    who = {arch: [cell.partition(" [")[0] for cell in cells[2:]] for arch, cells in rows.items()}
+    assert head[3:] == ["tensorwise", "rowwise", "blockwise", "mxfp8", "experts"]
+    assert who["sm_90"] == ["cublas", "cublas", "cublas", "torch_bf16", "hopper"]
+    assert who["sm_100"] == ["cublas", "cublas", "triton", "cublas", "triton"]
+    assert who["gfx942"] == who["gfx950"] == ["cublas", "cublas", "triton", "triton", "triton"]
+    assert who["gfx1200"] == ["cublas", *["emulated"] * 4]
+    assert who["sm_80"] == who["gfx90a"] == who["cpu"] == ["emulated"] * 5
+    assert "e4m3fnuz, 240" in rows["gfx942"]
+    notes = re.findall(r"^- \[(\d+)\] (.+)$", text, re.MULTILINE)
+    assert [int(number) for number, _ in notes] == list(range(1, len(notes) + 1))
+    noted = " ".join(cell for cells in rows.values() for cell in cells[2:])
+    used = {n for listed in re.findall(r"\[(.+?)\]", noted) for n in listed.split(", ")}
+    assert used == {number for number, _ in notes}
+    for arch in rows:
+        for op in ("mm_tensorwise", "mm_rowwise", "mm_blockwise", "mm_mx"):
+            reason = describe(arch).refusal(op)
+            assert reason is None or f"] {reason.rstrip('.')}\n" in text

@@ -166,7 +166,7 @@ def test_recipes_share_weights_batches_and_log_all_of_it(tmp_path: Path) -> None
         assert closing["summary"]["fp8_layers"] == (0 if recipe == "bf16" else 14)
         assert closing["summary"]["all_layers"] == 15
         assert "lm_head" in closing["summary"]["layers"]
-        assert closing["summary"]["layers"].endswith("0 of them never run")
+        assert "0 of them never run" in closing["summary"]["layers"]
         # Equal weights and batches: the first loss differs by the rounding of the layers alone.
         assert rows[0]["loss"] == pytest.approx(logs["bf16"][1]["loss"], rel=1e-3)
         assert (

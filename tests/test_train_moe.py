@@ -53,7 +53,7 @@ def test_recipes_share_weights_and_batches_and_experts_run_in_fp8(tmp_path: Path
         # 4 of attention, 3 of the experts, 3 of the shared one in each block; routers and head.
         assert run["summary"]["fp8_layers"] == (0 if recipe == "bf16" else 20)
         assert run["summary"]["all_layers"] == 23
-        assert run["summary"]["layers"].endswith("0 of them never run")
+        assert "0 of them never run" in run["summary"]["layers"]
         assert losses[recipe][0] == pytest.approx(losses["bf16"][0], rel=1e-3)
         assert abs(run["summary"]["loss"] / runs["bf16"]["summary"]["loss"] - 1) < 0.02
     assert losses["bf16"][-1] < losses["bf16"][0] - 0.5
