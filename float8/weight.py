@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,9 +166,15 @@ class Float8Weight(torch.Tensor):
         total = self.total.dtype if "total" in names else None
         return repr(("Float8Weight", self.recipe, plans, layout, copied, total, of))
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        copy: Any = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        if isinstance(self, nn.Parameter):  # which is copied without its gradient
+            copy.grad = None
+        return copy
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         kind = self.requires_grad, isinstance(self, nn.Parameter)
-        return _rebuild, (self.original, self.recipe, *kind)
+        return _rebuild, (self.original, self.recipe, *kind, _attributes(self))
 
     @classmethod
     def __torch_function__(
@@ -181,6 +188,8 @@ class Float8Weight(torch.Tensor):
             # enabled. Weights go in as edges of the graph, which do not lead back here.
             edge = torch.autograd.graph.get_gradient_edge
             return func(*_each(args, lambda t: edge(t) if isinstance(t, cls) else t), **kwargs)
+        if func in _THROUGH_MEMORY:
+            return func(*_each(args, _plain), **kwargs)
         product = _PRODUCTS.get(func)
         if product is None and isinstance(func, torch._ops.OpOverloadPacket):
             product = _FOREIGN.get(str(func))
@@ -220,7 +229,8 @@ class Float8Weight(torch.Tensor):
         w = weights[0]
         if kind in ("multiplies", "reshapes"):
             raise NotImplementedError(_refusal(func, kind, w))
-        out = func(*plain_args, **plain_kwargs)
+        with _counting_versions() if kind == "views" and not w.is_inference() else nullcontext():
+            out = func(*plain_args, **plain_kwargs)
         if kind == "writes":
             wrapper = {id(w.original): w for w in weights}
             _count_writes(func, plain_args, plain_kwargs, wrapper.keys())
@@ -266,11 +276,24 @@ _COPIES = (
     aten.new_empty.default,  # FSDP2's empty and padded shards
     aten.new_zeros.default,
 )
+# Methods that read or write memory themselves; a Float8Weight's own is empty.
+_THROUGH_MEMORY = (
+    Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.apply_, Tensor.map_, Tensor.__format__,
+)  # fmt: skip
 # An op with one of these words in its name multiplies matrices, or could.
 _MULTIPLIES = frozenset(
     "mm addmm bmm addbmm baddbmm mv addmv dot vdot matmul linear trilinear rnn lstm gru attention "
     "transformer convolution conv conv1d conv2d conv3d".split()
 )
+
+
+def _counting_versions() -> Any:
+    """In which views of a plain tensor count its versions as their own, below autograd too: backward
+    then sees that a weight was changed whose view it was given."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include, exclude.remove(key))
 
 
 @functools.cache
@@ -366,9 +389,23 @@ def _matrix(stack: Float8TrainingTensor | None, e: int) -> Float8TrainingTensor 
     return Float8TrainingTensor(stack.qdata[e], stack.scale[e], stack.block[1:], stack.dtype)
 
 
-def _rebuild(original: Tensor, recipe: Recipe, requires_grad: bool, is_parameter: bool) -> Tensor:
+def _rebuild(
+    original: Tensor,
+    recipe: Recipe,
+    requires_grad: bool,
+    is_parameter: bool,
+    attributes: dict[str, Any] | None = None,  # none before they were written
+) -> Tensor:
     w = _build(original, recipe, _Record())
-    return nn.Parameter(w, requires_grad) if is_parameter else w.requires_grad_(requires_grad)
+    p = nn.Parameter(w, requires_grad) if is_parameter else w.requires_grad_(requires_grad)
+    p.__dict__.update(attributes or {})
+    return p
+
+
+def _attributes(w: Tensor) -> dict[str, Any]:
+    """What others have hung on a weight."""
+    ours = ("original", "recipe", "record", "copies", "_is_param")
+    return {k: v for k, v in w.__dict__.items() if k not in ours}
 
 
 def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
@@ -385,6 +422,8 @@ def _count_writes(func: Any, args: Any, kwargs: Any, ids: Any) -> None:
 
 
 class _Plain(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(w: Float8Weight) -> Tensor:
         return w.original.detach()
@@ -662,7 +701,9 @@ def wrap_parameter(module: nn.Module, name: str, recipe: Recipe = ROWWISE) -> No
             raise ValueError(f"parameter {name!r} of shape {tuple(p.shape)} is no matrix")
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(f"parameter {name!r} has hooks; register them after wrap_parameter")
-        _swap(p, Float8Weight(p, recipe))
+        with torch.inference_mode(False):
+            weight = Float8Weight(p, recipe)
+        _swap(p, weight)
     elif p.recipe != recipe:
         raise ValueError(f"parameter {name!r} has recipe {p.recipe.name}; unwrap_parameter first")
     given = _given(module)
@@ -743,11 +784,11 @@ def given_as(module: nn.Module, name: str) -> tuple[Recipe, _Record] | None:
     return None if given is None else given.weights.get(name)
 
 
+@torch.inference_mode(False)  # an inference tensor would be frozen for good, without a word
 def _swap(p: nn.Parameter, content: Tensor) -> None:
     new = nn.Parameter(content, p.requires_grad)
     new.grad = p.grad
-    ours = ("original", "recipe", "record", "copies", "_is_param")
-    new.__dict__.update({k: v for k, v in p.__dict__.items() if k not in ours})
+    new.__dict__.update(_attributes(p))
     torch.utils.swap_tensors(p, new)
 
 
