@@ -134,8 +134,8 @@ def cached_weights(model: nn.Module, *, accumulate: torch.dtype | None = None) -
     does. A change in place through ``weight.data``, as ``weight.data.mul_(2)``, cannot be seen.
 
     Of a Float8Weight, such as a stack of experts, the copies serve products with it, with its
-    transpose and with one matrix of either. Other views (``chunk``) and what ``.to(dtype)`` makes
-    of it are cast at each use, as without.
+    transpose and with one matrix of either. Other views (``chunk``), what ``.to(dtype)`` makes of
+    it, and weights that are computed at each use (parametrized, pruned) are cast then, as without.
 
     torch.compile takes the copies as inputs of its graphs: code is compiled once for use inside of
     blocks and once for use outside, whatever the weights hold.
@@ -201,7 +201,8 @@ def _find(model: nn.Module, totals: Totals) -> tuple[list[Float8Linear], list[Fl
     """What is to have copies; raises unless all of it can."""
     check_module(model, "cached_weights")
     totals.check_model(model)
-    layers = [(n, m, m.weight) for n, m in model.named_modules() if isinstance(m, Float8Linear)]
+    linears = ((n, m) for n, m in model.named_modules() if isinstance(m, Float8Linear))
+    layers = [(n, m, m.weight) for n, m in linears if "weight" in m._parameters]
     found = ((n, p, float8_weight(p)) for n, p in model.named_parameters())
     weights = [(n, w, p) for n, p, w in found if w is not None and w.ndim in (2, 3)]
     if not layers and not weights:

@@ -36,11 +36,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .devices import device_profile
 from .linear import Float8Linear
 from .mlp import SwiGLU, obstacle
-from .recipe import RECIPES, ROWWISE, Recipe
+from .recipe import RECIPES, ROWWISE, Recipe, aligned
 from .scaling import FULL, Block
 from .sites import (
     SHARDED,
@@ -102,9 +103,7 @@ class Report:
 
 def _table(rows: Sequence[tuple[str, ...]], total: str) -> str:
     rows = [(row[0] or "(the model)", *row[1:]) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, total])
+    return "\n".join([*aligned(rows), total])
 
 
 def convert(
@@ -142,7 +141,10 @@ def convert(
             for its backward, by DistributedDataParallel or by a weak reference.
             In either case the model is as it was.
     """
-    _check_arguments(model, recipe, keep, experts, fuse)
+    _check_arguments(model, recipe, keep, experts)
+    for option, value in (("strict", strict), ("fuse", fuse)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{option}={value!r} must be True or False")
     sites = find_sites(model)
     if (found := next((site.name for site in sites if site.recipe is not None), None)) is not None:
         raise ValueError(
@@ -174,9 +176,7 @@ def convert(
     return report
 
 
-def _check_arguments(
-    model: object, recipe: object, keep: object, experts: object, fuse: object
-) -> None:
+def _check_arguments(model: object, recipe: object, keep: object, experts: object) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model is of type {type(model).__name__}; convert changes an nn.Module in place"
@@ -197,8 +197,6 @@ def _check_arguments(
         raise ValueError(f"keep={keep!r} must be a sequence of patterns: ('lm_head', 'blocks.0.*')")
     if not isinstance(experts, Recipe) and experts is not False and experts != "auto":
         raise ValueError(f"experts={experts!r} must be 'auto', False or a float8.Recipe")
-    if not isinstance(fuse, bool):
-        raise ValueError(f"fuse={fuse!r} must be True or False")
 
 
 def _decide(
@@ -395,7 +393,7 @@ def revert(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: nothing in ``model`` is in FP8, or something was built on a converted layer
-            meanwhile: a class derived, a forward patched, a Float8Weight sharded.
+            meanwhile: a class derived, a forward patched, a Float8Weight sharded or parametrized.
         RuntimeError: a Float8Weight is held by DistributedDataParallel or by a weak reference.
             In either case the model is as it was.
 
@@ -414,6 +412,11 @@ def revert(model: nn.Module) -> nn.Module:
         if site.refusal == SHARDED:
             raise ValueError(
                 f"{title(site.name)} has a sharded Float8Weight; revert before fully_shard"
+            )
+        if isinstance(site.module, ParametrizationList):
+            raise ValueError(
+                f"{title(site.name)} is a Float8Weight that was parametrized after convert; "
+                "torch.nn.utils.parametrize.remove_parametrizations, then revert"
             )
     todo = [(mlp.name, partial(_take_apart, mlp)) for mlp in mlps]
     todo += [(site.name, partial(_leave, site, recipe)) for site, recipe in found]

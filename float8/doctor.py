@@ -41,7 +41,7 @@ from .kernels import quantize as cast
 from .kernels.matmul import IMPLEMENTATIONS, Operand, preference
 from .kernels.quantize import CastPlan
 from .recipe import RECIPES, Plan
-from .scaling import FULL, SCALE_MODES, Block, block_name, decode_scale, scale_dtype
+from .scaling import FULL, SCALE_MODES, Block, as_bytes, block_name, decode_scale, scale_dtype
 from .tensor import Float8TrainingTensor
 from .testing import relative_error
 
@@ -50,12 +50,13 @@ Report = dict[str, Any]
 
 # ----------------------------------------------------------------------- the formats, independently
 
-# Mantissa bits, exponent bias, and which codes are no numbers (sources: float8/formats.py).
+# Mantissa bits, exponent bias, and which codes are no numbers: 0x7f and 0xff are NaN ("ones"), 0x80
+# is ("zero"), or the highest exponent is Inf and NaN ("ieee"). Sources: float8/formats.py.
 _LAYOUTS = {
-    "e4m3fn": (3, 7, "0x7f and 0xff are NaN"),
-    "e4m3fnuz": (3, 8, "0x80 is NaN"),
-    "e5m2": (2, 15, "the highest exponent is Inf and NaN, as in IEEE 754"),
-    "e5m2fnuz": (2, 16, "0x80 is NaN"),
+    "e4m3fn": (3, 7, "ones"),
+    "e4m3fnuz": (3, 8, "zero"),
+    "e5m2": (2, 15, "ieee"),
+    "e5m2fnuz": (2, 16, "zero"),
 }
 
 
@@ -65,11 +66,9 @@ def decode(code: int, name: str) -> float:
         return math.nan if code == 0xFF else math.ldexp(1.0, code - 127)
     bits, bias, specials = _LAYOUTS[name]
     sign, field, mantissa = code >> 7, (code & 0x7F) >> bits, code & ((1 << bits) - 1)
-    if specials.startswith("0x80") and code == 0x80:
+    if (specials == "zero" and code == 0x80) or (specials == "ones" and code & 0x7F == 0x7F):
         return math.nan
-    if specials.startswith("0x7f") and code & 0x7F == 0x7F:
-        return math.nan
-    if specials.startswith("the highest") and field == 0x7F >> bits:
+    if specials == "ieee" and field == 0x7F >> bits:
         return math.nan if mantissa else (-1) ** sign * math.inf
     whole = mantissa + (1 << bits if field else 0)
     return (-1.0) ** sign * math.ldexp(whole, max(field, 1) - bias - bits)
@@ -212,13 +211,9 @@ def _check_codes(fmt: Float8Format, device: torch.device) -> str | None:
 
 
 def _parts(x: Tensor, plan: CastPlan) -> tuple[Tensor, Tensor]:
-    """Bytes and scale of the reference, on the CPU."""
-    data, scale = cast.quantize(x.cpu(), *plan)
-    return data.view(torch.uint8), _bytes(scale)
-
-
-def _bytes(scale: Tensor) -> Tensor:
-    return scale.view(torch.uint8) if scale.dtype == E8M0.dtype else scale
+    """Bytes and scale of the reference; x is on the CPU."""
+    data, scale = cast.quantize(x, *plan)
+    return as_bytes(data), as_bytes(scale)
 
 
 def _check_reference(plan: CastPlan) -> str | None:
@@ -246,8 +241,7 @@ def _check_kernels(plan: CastPlan, device: torch.device) -> str | None:
             one = torch.ops.float8.quantize(on_device, *plan)
             both = torch.ops.float8.quantize_dual(on_device, *plan, *plan)
             for got, expected in zip((*one, *both), (*row, *row, *column), strict=True):
-                got = got.view(torch.uint8) if got.dtype == plan.dtype else _bytes(got)
-                if (complaint := _difference(got, expected)) is not None:
+                if (complaint := _difference(as_bytes(got), expected)) is not None:
                     return (
                         f"the kernel against the reference, {dtype} {rows}x{columns}: {complaint}"
                     )

@@ -39,8 +39,8 @@ from .grouped import (
 from .kernels import fused_grouped as _fused_grouped  # noqa: F401 (registers)
 from .kernels.fused import swiglu_backward
 from .kernels.quantize import CastPlan
-from .linear import NOT_CACHED, Cached, Parts, kept_whole, refuse_second_derivative
-from .mlp import settings, silu_times
+from .linear import NOT_CACHED, Cached, Parts, refuse_second_derivative, settings, whole
+from .mlp import silu_times
 from .permute import Routing, permute, unpermute
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
@@ -184,7 +184,7 @@ class _SwigluExperts(torch.autograd.Function):
         return g_x, g_scores, None, None, g_down, None, None, *g_into
 
 
-_keep_whole = kept_whole(_SwigluExperts)
+_experts = whole(_SwigluExperts)
 
 
 def _cast_tokens(x_TD: Tensor, routing: Routing, cast: CastPlan) -> Parts:
@@ -308,13 +308,9 @@ def run_swiglu_experts(
         )
         y_RD = run_grouped_mm(silu_times(gate, up), down, offs, recipe, plans, cached[0])
         return y_RD if routed is None else unpermute(y_RD, *routed)
-    if torch.compiler.is_compiling():
-        _keep_whole()
     rules = Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save")
     routing, scores = routed or (None, None)
-    y: Tensor = _SwigluExperts.apply(  # type: ignore[no-untyped-call]
-        x, scores, offs, routing, down, rules, cached, *into
-    )
+    y: Tensor = _experts(x, scores, offs, routing, down, rules, cached, *into)
     return y
 
 

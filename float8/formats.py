@@ -80,7 +80,6 @@ E8M0 = Float8Format(
 FORMATS: tuple[Float8Format, ...] = (E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0)
 
 _BY_DTYPE = {f.dtype: f for f in FORMATS}
-_BY_TRITON = {f.triton: f for f in FORMATS}
 
 
 def format_of(dtype: torch.dtype) -> Float8Format:
@@ -89,11 +88,3 @@ def format_of(dtype: torch.dtype) -> Float8Format:
         known = ", ".join(str(d) for d in _BY_DTYPE)
         raise ValueError(f"{dtype} is not an FP8 dtype; those are {known}.")
     return _BY_DTYPE[dtype]
-
-
-def format_of_triton(name: str) -> Float8Format:
-    """The format of a `triton.language` dtype name ("uint8" is E8M0); ValueError for any other."""
-    if name not in _BY_TRITON:
-        known = ", ".join(_BY_TRITON)
-        raise ValueError(f"Triton dtype {name!r} holds no FP8 format; those that do are {known}.")
-    return _BY_TRITON[name]

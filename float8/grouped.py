@@ -26,10 +26,11 @@ from .linear import (
     Cached,
     Parts,
     cast_layouts,
-    kept_whole,
     refuse_second_derivative,
+    settings,
     weight_for_dgrad,
     weight_layouts,
+    whole,
 )
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .scaling import Block, scale_dtype
@@ -49,14 +50,7 @@ def cast_groups(
     if cast_t is None:
         return cast_layouts(x_TK, cast, None)[0], (None, None, None)
     data, scale, data_t, scale_t, offs_t = torch.ops.float8.quantize_grouped(
-        x_TK,
-        offs,
-        None if cast is None else cast.block,
-        None if cast is None else cast.dtype,
-        None if cast is None else cast.scale_mode,
-        cast_t.block,
-        cast_t.dtype,
-        cast_t.scale_mode,
+        x_TK, offs, *settings(cast), *settings(cast_t)
     )
     return (None, None) if cast is None else (data, scale), (data_t, scale_t, offs_t)
 
@@ -165,7 +159,7 @@ class _GroupedMM(torch.autograd.Function):
         return gx_TK, gw_GKN, *[None] * 6
 
 
-_keep_whole = kept_whole(_GroupedMM)
+_grouped_mm = whole(_GroupedMM)
 
 
 def grouped_plans(recipe: Recipe, device: torch.device) -> Plans:
@@ -183,25 +177,18 @@ def _cached_plans(recipe: Recipe, device: torch.device, profile: DeviceProfile) 
 
 def _plans(recipe: Recipe, device: torch.device) -> Plans:
     forward, dgrad, wgrad = recipe.plan(device)
-    return _stacked(forward, device), _stacked(dgrad, device), _of_columns(wgrad, device)
+    return _plan(forward, device, True), _plan(dgrad, device, True), _plan(wgrad, device, False)
 
 
-def _stacked(plan: Plan | None, device: torch.device) -> Plan | None:
+def _plan(plan: Plan | None, device: torch.device, stack: bool) -> Plan | None:
+    """For rows times a stack of weights, or for columns times columns."""
     if plan is None:
         return None
     a, b = plan.a, plan.b
-    stack = (1, b.block[0], b.block[1])
-    left, right = (a.dtype, a.block, a.scale_mode), (b.dtype, stack, b.scale_mode)
+    block = (1, b.block[0], b.block[1]) if stack else b.block
+    left, right = (a.dtype, a.block, a.scale_mode), (b.dtype, block, b.scale_mode)
     impl = _choose(left, right, device, assumed_device())
-    return Plan(a, CastPlan(stack, b.dtype, b.scale_mode), plan.fast_accum, impl)
-
-
-def _of_columns(plan: Plan | None, device: torch.device) -> Plan | None:
-    if plan is None:
-        return None
-    a, b = plan.a, plan.b
-    left, right = (a.dtype, a.block, a.scale_mode), (b.dtype, b.block, b.scale_mode)
-    return Plan(a, b, plan.fast_accum, _choose(left, right, device, assumed_device()))
+    return Plan(a, CastPlan(block, b.dtype, b.scale_mode), plan.fast_accum, impl)
 
 
 _Operand = tuple[torch.dtype, Block, str]
@@ -265,10 +252,8 @@ def run_grouped_mm(
     """``grouped_mm`` by these plans, with FP8 copies of w where there are some."""
     refuse_functorch("float8.grouped_mm")
     x = grouped_operand(x, w)
-    if torch.compiler.is_compiling():
-        _keep_whole()
     save_weight = recipe.weight_for_dgrad == "save"
-    y: Tensor = _GroupedMM.apply(x, w, offs, plans, save_weight, *cached)  # type: ignore[no-untyped-call]
+    y: Tensor = _grouped_mm(x, w, offs, plans, save_weight, *cached)
     return y
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernels.quantize import CastPlan, can_measure
+from .kernels.quantize import CastPlan, can_measure, check_devices
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import HIGH_PRECISION, Float8TrainingTensor, refuse_functorch
 from .totals import give, multiply_gradient
@@ -20,23 +20,25 @@ from .totals import give, multiply_gradient
 Parts = tuple[Any, Any]  # (data, scale); (x, None) in high precision; (None, None) if nobody asked
 
 
+def settings(cast: CastPlan | None) -> tuple[Any, Any, Any]:
+    """A cast as ops take it, three Nones for none. (torch 2.11 does not trace ``*cast``, the
+    unpacking of a named tuple.)"""
+    return (None, None, None) if cast is None else (cast.block, cast.dtype, cast.scale_mode)
+
+
 def cast_layouts(x: Tensor, cast: CastPlan | None, cast_t: CastPlan | None) -> tuple[Parts, Parts]:
     """FP8 parts of x and of its transpose, together where both are asked for; (None, None) for a
     cast that is None."""
     if cast is not None and cast_t is not None:
-        data, scale, data_t, scale_t = torch.ops.float8.quantize_dual(
-            x, cast.block, cast.dtype, cast.scale_mode,
-            cast_t.block, cast_t.dtype, cast_t.scale_mode,
-        )  # fmt: skip
-        return (data, scale), (data_t, scale_t)
+        parts: Any = torch.ops.float8.quantize_dual(x, *settings(cast), *settings(cast_t))
+        return parts[:2], parts[2:]
     return _cast_one(x, cast), _cast_one(x.mT, cast_t)
 
 
 def _cast_one(x: Tensor, cast: CastPlan | None, amax: Tensor | None = None) -> Parts:
     if cast is None:
         return None, None
-    # Not ``*cast``: torch 2.11 does not trace the unpacking of a named tuple here.
-    data, scale = torch.ops.float8.quantize(x, cast.block, cast.dtype, cast.scale_mode, amax)
+    data, scale = torch.ops.float8.quantize(x, *settings(cast), amax)
     return data, scale
 
 
@@ -65,7 +67,7 @@ def weight_layouts(
     w, w_t, _ = cached
     if cast and cast_t and not save and w is w_t is None and can_measure(weight, cast, cast_t):
         data, scale, amax = torch.ops.float8.quantize_and_measure(
-            weight, cast.block, cast.dtype, cast.scale_mode, cast_t.block
+            weight, *settings(cast), cast_t.block
         )
         return (data, scale), (weight, amax)
     now, later = cast if w is None else None, cast_t if save and w_t is None else None
@@ -121,9 +123,8 @@ class _Linear(torch.autograd.Function):
         x, x_scale, w, w_scale = ctx.saved_tensors
         needs_gx, needs_gw, needs_gb = ctx.needs_input_grad[:3]
         (dtype, w_dtype, bias_dtype), (_, dgrad, wgrad) = ctx.dtypes, ctx.plans
-        cast = dgrad.a if needs_gx and dgrad is not None else None
-        cast_t = wgrad.a if needs_gw and wgrad is not None else None
-        g, g_t = cast_layouts(g_MN, cast, cast_t)
+        casts = dgrad.a if needs_gx and dgrad else None, wgrad.a if needs_gw and wgrad else None
+        g, g_t = cast_layouts(g_MN, *casts)
         gx_MK = gw_NK = None
         if needs_gx:
             if dgrad is None:
@@ -139,10 +140,10 @@ class _Linear(torch.autograd.Function):
         return gx_MK, gw_NK, gb_N, *[None] * 5
 
 
-def kept_whole(function: type[torch.autograd.Function]) -> Callable[[], None]:
-    """What to call while torch.compile traces, so that ``function`` goes into graphs as one call
-    instead of a subgraph of its own, in which torch 2.11 loses the marks of activation
-    checkpointing, so that nothing is recomputed and everything kept."""
+def whole(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, which torch.compile takes into graphs as one call instead of a subgraph
+    of its own, in which torch 2.11 loses the marks of activation checkpointing, so that nothing is
+    recomputed and everything kept."""
 
     def keep_whole() -> None:
         torch._dynamo.allow_in_graph(function)
@@ -150,7 +151,13 @@ def kept_whole(function: type[torch.autograd.Function]) -> Callable[[], None]:
     # torch.compile runs it while tracing. (As a decorator, allow_in_graph would import
     # torch._dynamo with us: 2 s.)
     keep_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return keep_whole
+
+    def apply(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            keep_whole()
+        return function.apply(*arguments)
+
+    return apply
 
 
 def refuse_second_derivative(what: str) -> None:
@@ -165,7 +172,7 @@ def refuse_second_derivative(what: str) -> None:
         )
 
 
-_keep_whole = kept_whole(_Linear)
+_linear = whole(_Linear)
 
 
 def linear(
@@ -230,6 +237,12 @@ def check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"x is {x.dtype} and the weight {weight.dtype}; an FP8 linear takes "
             f"{', '.join(map(str, HIGH_PRECISION))}"
         )
+    if not x.layout == weight.layout == torch.strided or x.is_nested:
+        raise ValueError(
+            f"x is {'nested' if x.is_nested else x.layout} and the weight {weight.layout}; an FP8 "
+            "linear takes strided tensors"
+        )
+    check_devices(x, weight, bias)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}; "
@@ -239,11 +252,6 @@ def check_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(
             f"bias is {bias.dtype} of shape {tuple(bias.shape)}; a weight of shape "
             f"{tuple(weight.shape)} takes a floating point one of shape {tuple(weight.shape[:1])}"
-        )
-    if x.device != weight.device or not x.layout == weight.layout == torch.strided:
-        raise ValueError(
-            f"x is {x.layout} on {x.device} and the weight {weight.layout} on {weight.device}; an "
-            "FP8 linear takes strided tensors on one device"
         )
 
 
@@ -260,11 +268,8 @@ def run_linear(
     if isinstance(x, Float8TrainingTensor) or isinstance(weight, Float8TrainingTensor):
         return nn.functional.linear(x, weight, bias)
     x, bias = operands(x, weight, bias)
-    if torch.compiler.is_compiling():
-        _keep_whole()
     save_weight = recipe.weight_for_dgrad == "save"
-    y_MN = _Linear.apply(fold(x), weight, bias, plans, save_weight, *cached)  # type: ignore[no-untyped-call]
-    return unfold(y_MN, x)
+    return unfold(_linear(fold(x), weight, bias, plans, save_weight, *cached), x)
 
 
 def note_run(holder: Any, plans: Plans) -> None:

@@ -19,26 +19,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kernels.fused import swiglu, swiglu_backward
-from .kernels.quantize import CastPlan
 from .linear import (
     NOT_CACHED,
     Float8Linear,
     cast_layouts,
     fold,
-    kept_whole,
     linear,
     multiply_parts,
     operands,
     refuse_second_derivative,
+    settings,
     unfold,
     weight_for_dgrad,
     weight_layouts,
+    whole,
 )
 from .recipe import ROWWISE, Plan, Plans, Recipe, check_recipe
 from .tensor import refuse_functorch
 from .totals import multiply_gradient
-
-_Settings = tuple[Any, Any, Any]
 
 
 class Rules(NamedTuple):
@@ -49,11 +47,6 @@ class Rules(NamedTuple):
     wgrad: Plan
     save_weights: bool
     eps: float | None
-
-
-def settings(cast: CastPlan | None) -> _Settings:
-    """A cast as the fused ops take it."""
-    return (None, None, None) if cast is None else (cast.block, cast.dtype, cast.scale_mode)
 
 
 class _SwigluMLP(torch.autograd.Function):
@@ -163,7 +156,7 @@ class _SwigluMLP(torch.autograd.Function):
         return g_x, g_norm, g_gate, g_up, g_down, *[None] * 10
 
 
-_keep_whole = kept_whole(_SwigluMLP)
+_mlp = whole(_SwigluMLP)
 
 
 def rms_norm_backward(
@@ -256,11 +249,8 @@ def run_swiglu_mlp(
         x, norm_weight, eps = z.to(x.dtype), None, None
     for w in (w_up, w_down.t()):
         operands(x, w, None)
-    if torch.compiler.is_compiling():
-        _keep_whole()
     rules = Rules(forward, dgrad, wgrad, recipe.weight_for_dgrad == "save", eps)
-    y_MD: Tensor = _SwigluMLP.apply(fold(x), norm_weight, *weights, rules, *cached)  # type: ignore[no-untyped-call]
-    return unfold(y_MD, x)
+    return unfold(_mlp(fold(x), norm_weight, *weights, rules, *cached), x)
 
 
 class _SiluTimes(torch.autograd.Function):
@@ -276,14 +266,12 @@ class _SiluTimes(torch.autograd.Function):
         return swiglu_backward(grad, *ctx.saved_tensors)
 
 
-_keep_silu_times_whole = kept_whole(_SiluTimes)
+_silu_times = whole(_SiluTimes)
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` in float32, rounded once to gate's dtype."""
-    if torch.compiler.is_compiling():
-        _keep_silu_times_whole()
-    product: Tensor = _SiluTimes.apply(gate, up)  # type: ignore[no-untyped-call]
+    product: Tensor = _silu_times(gate, up)
     return product
 
 

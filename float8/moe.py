@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from .experts import run_swiglu_experts
 from .grouped import grouped_mm, grouped_operand, grouped_plans, plain
-from .linear import NOT_CACHED, Cached, fold, kept_whole, unfold
+from .linear import NOT_CACHED, fold, unfold, whole
 from .mlp import silu_times
 from .permute import Routing, permute, route, unpermute
 from .recipe import Recipe
-from .weight import Float8Weight, cached_copies, note
+from .weight import Float8Weight, begin
 
 NO_FP8 = Recipe("high precision", None, None, None)
 
@@ -115,15 +115,13 @@ class _Logits(torch.autograd.Function):
         return g_x, g_w  # (Autograd casts a gradient to its input's dtype.)
 
 
-_keep_logits_whole = kept_whole(_Logits)
+_plain_logits = whole(_Logits)
 
 
 def _logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     if type(w_ED) not in (Tensor, nn.Parameter):  # it knows how it multiplies
         return F.linear(x_TD.to(torch.float32), w_ED)
-    if torch.compiler.is_compiling():
-        _keep_logits_whole()
-    logits: Tensor = _Logits.apply(x_TD, w_ED)  # type: ignore[no-untyped-call]
+    logits: Tensor = _plain_logits(x_TD, w_ED)
     return logits
 
 
@@ -173,11 +171,7 @@ class Experts(nn.Module):
             y_RD = _product(silu_times(gate, up), self.down_proj, routing.offs)
             return unpermute(y_RD, routing, scores_Tk)
         plans = grouped_plans(recipes[0], x_TD.device)
-        copies: list[Cached] = []
-        for w in weights:
-            if isinstance(w, Float8Weight):
-                note(w, plans)
-            copies.append(cached_copies(w) if isinstance(w, Float8Weight) else NOT_CACHED)
+        copies = [begin(w, plans) if isinstance(w, Float8Weight) else NOT_CACHED for w in weights]
         stacks, routed = [plain(w).mT for w in weights], (routing, scores_Tk)
         return run_swiglu_experts(x_TD, stacks, routing.offs, recipes[0], plans, copies, routed)
 

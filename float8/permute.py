@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import permute as _permute  # noqa: F401 (registers)
-from .linear import kept_whole, refuse_second_derivative
+from .kernels import permute as _ops  # noqa: F401 (registers)
+from .linear import refuse_second_derivative, whole
 from .tensor import refuse_functorch
 
 
@@ -82,8 +82,8 @@ class _Unpermute(torch.autograd.Function):
         return g_y, None, None, None if y is None else g_weights.to(weights.dtype)
 
 
-_keep_permute_whole = kept_whole(_Permute)
-_keep_unpermute_whole = kept_whole(_Unpermute)
+_permute = whole(_Permute)
+_unpermute = whole(_Unpermute)
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
@@ -101,9 +101,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
         NotImplementedError: as ``float8.linear``.
     """
     refuse_functorch("float8.permute")
-    if torch.compiler.is_compiling():
-        _keep_permute_whole()
-    rows: Tensor = _Permute.apply(x, routing.position, routing.source)  # type: ignore[no-untyped-call]
+    rows: Tensor = _permute(x, routing.position, routing.source)
     return rows
 
 
@@ -126,7 +124,5 @@ def unpermute(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Ten
     rows = routing.source.shape[0]
     if y.ndim == 2 and y.shape[0] != rows:
         raise ValueError(f"y is of shape {tuple(y.shape)}; it must have the {rows} rows of routing")
-    if torch.compiler.is_compiling():
-        _keep_unpermute_whole()
-    out: Tensor = _Unpermute.apply(y, routing.position, routing.source, weights)  # type: ignore[no-untyped-call]
+    out: Tensor = _unpermute(y, routing.position, routing.source, weights)
     return out

@@ -13,6 +13,7 @@ it is scaled in each.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +66,8 @@ class Gemm:
     def __post_init__(self) -> None:
         if not isinstance(self.a, Cast) or not isinstance(self.b, Cast):
             raise ValueError(f"operands {self.a!r} and {self.b!r} must each be a float8.Cast")
+        if not isinstance(self.fast_accum, bool):
+            raise ValueError(f"fast_accum={self.fast_accum!r} must be True or False")
         if self.a.block[1] != self.b.block[1] or self.a.block[1] == 1:
             raise ValueError(
                 f"operands with blocks {block_name(self.a.block)} and {block_name(self.b.block)} "
@@ -108,6 +111,8 @@ class Recipe:
     weight_for_dgrad: Literal["recompute", "save"] = "recompute"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={self.name!r} must be a string")
         for label in ("forward", "dgrad", "wgrad"):
             if not isinstance(gemm := getattr(self, label), Gemm | None):
                 raise ValueError(f"{label}={gemm!r} must be a float8.Gemm, or None")
@@ -133,24 +138,20 @@ class Recipe:
 
     def __str__(self) -> str:
         rows = [("GEMM", "first operand", "second operand", "accumulation")]
-        for label, gemm in (
-            ("forward", self.forward),
-            ("dgrad", self.dgrad),
-            ("wgrad", self.wgrad),
-        ):
-            accumulation = "" if gemm is None else "fast" if gemm.fast_accum else "float32"
-            first, second = (
-                ("high precision", "high precision") if gemm is None else (str(gemm.a), str(gemm.b))
-            )
-            rows.append((label, first, second, accumulation))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join(
-            [f"Recipe {self.name} (weight for dgrad: {self.weight_for_dgrad})", *lines]
-        )
+        for label in ("forward", "dgrad", "wgrad"):
+            if (gemm := getattr(self, label)) is None:
+                rows.append((label, "high precision", "high precision", ""))
+            else:
+                accumulation = "fast" if gemm.fast_accum else "float32"
+                rows.append((label, str(gemm.a), str(gemm.b), accumulation))
+        title = f"Recipe {self.name} (weight for dgrad: {self.weight_for_dgrad})"
+        return "\n".join([title, *aligned(rows)])
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table's rows as lines, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 # A layer asks at each call: 2 us instead of 50. Dynamo looks through no cache, and needs none.

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .linear import Float8Linear
@@ -85,8 +85,10 @@ class Site:
 
     @property
     def overridden(self) -> bool:
-        """Whether pruning, weight_norm or spectral_norm of torch.nn.utils took the parameter over
-        after convert: the module then multiplies what a hook makes of it."""
+        """Whether pruning, weight_norm, spectral_norm or a parametrization of torch.nn.utils took
+        the parameter over after convert: the module then multiplies what is made of it."""
+        if isinstance(self.module, ParametrizationList):
+            return True
         base, _, suffix = self.parameter.rpartition("_")
         made = self.module.__dict__.get(base) if suffix in ("orig", "v") else None
         return isinstance(made, Tensor) and float8_weight(made) is None
@@ -160,7 +162,7 @@ def find_swiglus(model: nn.Module) -> list[SwigluSite]:
             names = declared
         else:
             continue
-        refusal = _refuse_class(cls) if declared is not None and names is declared else None
+        refusal = _refuse_class(cls) if names is declared else None
         refusal = refusal or _refuse_swiglu(module, names, foreign)
         found.append(SwigluSite(name, module, names, refusal))
     return found
@@ -225,6 +227,8 @@ def _other_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in found.items() if name.endswith("proj_weight")]
     if isinstance(module, _RECURRENT):
         return [(name, p) for name, p in found.items() if name.startswith("weight_")]
+    if isinstance(module, ParametrizationList):  # which may have taken one over
+        return [(name, p) for name, p in found.items() if float8_weight(p) is not None]
     if type(module) in (nn.Linear, Float8Linear) or _is_torchs(module):
         return []
     if isinstance(module, nn.Linear):

@@ -4,7 +4,7 @@ high-precision tensor."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .devices import assumed_device, format_for
 from .dispatch.table import HANDLERS, Op
 from .formats import E8M0, FORMATS, Float8Format, format_of
 from .kernels.quantize import HIGH_PRECISION as HIGH_PRECISION  # and registers the ops
+from .kernels.quantize import check_scale
 from .scaling import (
     Block,
     as_bytes,
@@ -98,6 +99,15 @@ class Float8TrainingTensor(torch.Tensor):
             "the .data of a Float8TrainingTensor cannot be replaced; write into it with .copy_(), "
             "or assign a new parameter to the module"
         )
+
+    def apply_(self, *_: Any) -> NoReturn:  # torch's would go through memory that is not there
+        raise NotImplementedError(
+            "apply_ and map_ go through a tensor's memory, and a Float8TrainingTensor has that of "
+            "its parts alone; take .dequantize(), or write into it with .copy_()"
+        )
+
+    map_: Any = apply_
+    map2_: Any = apply_
 
     def share_memory_(self) -> Float8TrainingTensor:
         """Move data and scale into shared memory."""
@@ -263,16 +273,7 @@ def _check_parts(data: Tensor, scale: Tensor, block: Block, orig_dtype: torch.dt
 
 
 def _check_scale(scale: Tensor, x: Tensor, block: Block) -> None:
-    needed = scale_shape(x.shape, block)
-    if scale.dtype not in (torch.float32, E8M0.dtype):
-        raise ValueError(f"scale is {scale.dtype}; it must be torch.float32 or {E8M0.dtype}")
-    if tuple(scale.shape) != needed:
-        raise ValueError(
-            f"scale has shape {tuple(scale.shape)}, but data of shape {tuple(x.shape)} in blocks "
-            f"{block_name(block)} needs {needed}: one entry per block, which multiplies the data"
-        )
-    if scale.device != x.device:
-        raise ValueError(f"scale is on {scale.device}, the data on {x.device}; move one of them")
+    check_scale(scale, x, block)
     if scale.requires_grad:
         raise ValueError("scale requires a gradient, which none would reach; pass scale.detach()")
 
@@ -381,9 +382,11 @@ def convert_format(x: Float8TrainingTensor, to: Float8Format) -> Float8TrainingT
     cast: exact but for odd multiples of fnuz's smallest subnormal.
 
     Raises:
-        ValueError: ``to`` is not of the same kind (e4m3 or e5m2).
+        ValueError: ``to`` is no format, or not of the same kind (e4m3 or e5m2).
     """
     fmt, block = x.format, x.block
+    if not isinstance(to, Float8Format):
+        raise ValueError(f"to={to!r} must be a format, such as float8.E4M3FNUZ")
     if to.kind != fmt.kind:
         raise ValueError(
             f"convert_format changes the flavour, not the kind: {fmt.name} cannot become "

@@ -288,8 +288,8 @@ _MULTIPLIES = frozenset(
 
 
 def _counting_versions() -> Any:
-    """In which views of a plain tensor count its versions as their own, below autograd too: backward
-    then sees that a weight was changed whose view it was given."""
+    """In which views of a plain tensor count its versions as their own, below autograd too:
+    backward then sees that a weight was changed whose view it was given."""
     key = torch._C.DispatchKey.ADInplaceOrView
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
@@ -461,8 +461,8 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         )
     assert isinstance(w, Float8Weight)
     if w.ndim == 2:
-        plans = note(w, w.recipe.plan(x.device))
-        return run_linear(x, w.plain(), bias, w.recipe, plans, cached_copies(w))
+        plans = w.recipe.plan(x.device)
+        return run_linear(x, w.plain(), bias, w.recipe, plans, begin(w, plans))
     if len(w) == 0 or isinstance(x, Float8TrainingTensor):
         return torch.bmm(x, w.plain().mT).flatten(0, 1)
     ends = torch.arange(1, len(w) + 1, dtype=torch.int32, device=x.device) * x.shape[1]
@@ -471,14 +471,15 @@ def _times(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _times_groups(x_TK: Tensor, w_BNK: Any, offs: Tensor) -> Tensor:
     """Rows of x, which end where offs says, each with its matrix: [T, N]."""
-    plans = note(w_BNK, grouped_plans(w_BNK.recipe, x_TK.device))
-    w_BKN, copies = w_BNK.plain().mT, cached_copies(w_BNK)
+    plans = grouped_plans(w_BNK.recipe, x_TK.device)
+    w_BKN, copies = w_BNK.plain().mT, begin(w_BNK, plans)
     return run_grouped_mm(x_TK, w_BKN, offs, w_BNK.recipe, plans, copies)
 
 
-def cached_copies(w_NK: Any) -> Cached:
-    """FP8 copies for forward and dgrad, if float8.cached_weights has made some of this view, a
-    stack or a matrix of one."""
+def begin(w_NK: Any, plans: Plans) -> Cached:
+    """Note who is going to multiply w, by these plans; its FP8 copies for forward and dgrad, if
+    float8.cached_weights has made some of this view, a stack or a matrix of one."""
+    note_run(w_NK.record, plans)
     if not has_copies(w_NK):
         return NOT_CACHED
     w_NK.copies.made.check(w_NK, w_NK.recipe)
@@ -492,12 +493,6 @@ def cached_copies(w_NK: Any) -> Cached:
 def has_copies(w: Any) -> bool:
     """Of the block of float8.cached_weights that is on, that is: a view may outlive its own."""
     return w.copies is not None and w.copies.made is w.record.cached
-
-
-def note(w: Float8Weight, plans: Plans) -> Plans:
-    """Record who is going to multiply w: by these plans."""
-    note_run(w.record, plans)
-    return plans
 
 
 def _contract(

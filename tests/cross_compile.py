@@ -257,14 +257,14 @@ def main(arguments: list[str]) -> None:
     (runs,) = [RUNS[option] for option in options & set(RUNS)] or [RUNS[""]]
     modules: tuple[Any, ...] = (launch, quantize_triton, quantize_grouped_triton, fused_triton)
     for module in modules:
-        module.multiprocessors = lambda x: 132
+        module.multiprocessors = lambda device: 132
     for name in targets:
         profile = describe(name)
         nvidia = profile.vendor == "nvidia"
         fmt = E4M3FNUZ if profile.flavour == "fnuz" else E4M3FN
         # --portable: without the PTX that packs bytes, the code that ptxas has got wrong.
         for module in modules:
-            module.runs_ptx = lambda x, ptx=nvidia and "--portable" not in options: ptx
+            module.runs_ptx = lambda device, ptx=nvidia and "--portable" not in options: ptx
         quantize_triton._cast.cache_clear()
         quantize_grouped_triton._launches.cache_clear()
         fused_triton._prepared.cache_clear()

@@ -139,7 +139,7 @@ def main(targets: list[str]) -> None:
         launches.append((self, args, kwargs))
 
     JITFunction.run = record
-    matmul_triton.multiprocessors = lambda x: 132
+    matmul_triton.multiprocessors = lambda device: 132
     for name in targets:
         profile = describe(name)
         matmul_triton.device_profile = lambda device, profile=profile: profile

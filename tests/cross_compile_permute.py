@@ -48,7 +48,7 @@ def runs(fmt: Float8Format) -> dict[str, Callable[[], None]]:
     if fmt is E4M3FN:
         casts["mx"] = CastPlan((1, 32), fmt.dtype, "e8m0_rceil")
     for name, cast in casts.items():
-        outputs = ops._empty_rows(x, len(source), cast)
+        outputs = ops.empty_rows(x, (len(source), x.shape[1]), cast)
         found[f"permute {name}"] = partial(
             permute_triton.launch_permute, x, position, source, *outputs, cast
         )
@@ -69,11 +69,11 @@ def main(targets: list[str]) -> None:
         launches.append((self, args, kwargs))
 
     JITFunction.run = record
-    permute_triton.multiprocessors = lambda x: 132
+    permute_triton.multiprocessors = lambda device: 132
     for name in targets:
         profile = describe(name)
         nvidia = profile.vendor == "nvidia"
-        launch.runs_ptx = lambda x, ptx=nvidia: ptx
+        launch.runs_ptx = lambda device, ptx=nvidia: ptx
         permute_triton._permute.cache_clear()
         target = (
             GPUTarget("cuda", int(name[3:]), 32)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from process_group import one_process_group
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import (
@@ -40,7 +40,7 @@ from float8 import (
     cached_weights,
     quantize,
 )
-from float8.convert import Report, convert, revert, summary
+from float8.convert import KEEP, Report, convert, revert, summary
 from float8.devices import describe
 from float8.sites import _TRANSFORMERS
 from float8.testing import assert_same_bytes, needs, relative_error
@@ -237,7 +237,7 @@ def test_revert_refuses_what_was_built_on_top() -> None:
     convert(model)
     nn.utils.parametrizations.orthogonal(model[1])
     messages = [raised(lambda: revert(model))]
-    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    parametrize.remove_parametrizations(model[1], "weight")
     model[1].forward = model[1].forward
     messages.append(raised(lambda: revert(model)))
     assert type(model[0]) is Float8Linear
@@ -320,6 +320,8 @@ def test_patterns_that_decide_nothing_are_refused() -> None:
     )
     report = convert(model, recipe, keep=("blocks", "head"), experts=MXFP8, strict=False)
     assert len(report.converted) == 5
+    everything = {"up": ROWWISE, "down": MXFP8, "*": None}  # "*" is for what may be left
+    assert len(convert(Net(), everything, keep=(*KEEP, "blocks.0.*")).converted) == 2
     assert len(convert(Net(), experts=False).converted) == 4
 
 
@@ -356,6 +358,44 @@ lm_head  -   kept by pattern 'lm_head'
     assert convert(nn.ReLU(), strict=False) == Report({}, {})
 
 
+def test_a_float8_weight_that_is_parametrized_after_convert() -> None:
+    class Twice(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w * 2
+
+    model = nn.ModuleDict({"experts": Experts(), "fc": nn.Linear(16, 16)})
+    convert(model)
+    parametrize.register_parametrization(model["experts"], "w1", Twice())
+    notes = {layer.name: layer.note for layer in summary(model).layers}
+    assert notes["experts.parametrizations.w1.original"].startswith("overridden")
+    with cached_weights(model):
+        assert model["experts"].w1.shape == model["experts"].parametrizations["w1"].original.shape
+    assert_expected_inline(
+        raised(lambda: revert(model)),
+        """Layer 'experts.parametrizations.w1.original' is a Float8Weight that was parametrized after convert; torch.nn.utils.parametrize.remove_parametrizations, then revert""",  # noqa: E501
+    )
+    parametrize.remove_parametrizations(model["experts"], "w1")
+    revert(model)
+    assert type(model["experts"].w1) is nn.Parameter
+
+
+def test_parametrized_linears_are_cast_at_each_use_within_cached_weights() -> None:
+    class Twice(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w * 2
+
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(6, 32)
+    convert(model)
+    parametrize.register_parametrization(model[0], "weight", Twice())
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with cached_weights(model, accumulate=torch.float32):
+        model(x).sum().backward()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert_same_bytes(p.grad, grad)
+
+
 def test_arguments_of_the_wrong_kind() -> None:
     wrong: list[Callable[[], object]] = [
         lambda: convert([nn.Linear(2, 2)]),  # type: ignore[arg-type]
@@ -366,6 +406,7 @@ def test_arguments_of_the_wrong_kind() -> None:
         lambda: convert(Net(), keep=("lm_head", None)),  # type: ignore[arg-type]
         lambda: convert(Net(), experts=True),  # type: ignore[arg-type]
         lambda: convert(Net(), fuse="mlp"),  # type: ignore[arg-type]
+        lambda: convert(Net(), strict="no"),  # type: ignore[arg-type]
         lambda: summary(None),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
@@ -379,6 +420,7 @@ keep='lm_head' must be a sequence of patterns: ('lm_head', 'blocks.0.*')
 keep=('lm_head', None) must be a sequence of patterns: ('lm_head', 'blocks.0.*')
 experts=True must be 'auto', False or a float8.Recipe
 fuse='mlp' must be True or False
+strict='no' must be True or False
 model is of type NoneType; summary takes an nn.Module""",  # noqa: E501
     )
 

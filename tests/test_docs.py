@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import float8
 from float8.dispatch.table import HANDLERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,7 +154,6 @@ def test_the_op_that_is_added_refuses_what_it_would_cut() -> None:
     exec(code, namespace)
     with pytest.raises(NotImplementedError, match="would be cut"):
         namespace["x8"].flip(1)
-
 
 
 # ------------------------------------------------------------------------------------ refusals

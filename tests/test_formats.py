@@ -17,7 +17,6 @@ from float8.formats import (
     FORMATS,
     Float8Format,
     format_of,
-    format_of_triton,
 )
 
 DATA_FORMATS = [f for f in FORMATS if f is not E8M0]
@@ -143,7 +142,6 @@ def test_maps_between_dtypes_are_total() -> None:
     assert {f.dtype for f in FORMATS} == one_byte_floats
     for fmt in FORMATS:
         assert format_of(fmt.dtype) is fmt
-        assert format_of_triton(fmt.triton) is fmt
     assert len({f.triton for f in FORMATS}) == len({f.name for f in FORMATS}) == len(FORMATS)
 
 
@@ -159,12 +157,6 @@ def test_other_dtypes_are_refused_in_words() -> None:
     assert_expected_inline(
         str(error.value),
         """torch.bfloat16 is not an FP8 dtype; those are torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu.""",  # noqa: E501
-    )
-    with pytest.raises(ValueError) as error:
-        format_of_triton("bf16")
-    assert_expected_inline(
-        str(error.value),
-        """Triton dtype 'bf16' holds no FP8 format; those that do are float8e4nv, float8e4b8, float8e5, float8e5b16, uint8.""",  # noqa: E501
     )
 
 

@@ -272,9 +272,9 @@ def test_a_new_number_of_tokens_compiles_nothing(
 
     monkeypatch.setattr(fused_triton, "_prepared", fused_triton._prepared.__wrapped__)
     for module in (fused_triton, quantize_triton):  # as on an H200
-        monkeypatch.setattr(module, "multiprocessors", lambda x: 132)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for module in (fused_triton, launch):
-        monkeypatch.setattr(module, "runs_ptx", lambda x: True)
+        monkeypatch.setattr(module, "runs_ptx", lambda device: True)
     run: set[str] = set()
     for row_block, col_block in PAIRS:
         row, col = (b and ROWS._replace(block=b) for b in (row_block, col_block))

@@ -413,7 +413,7 @@ inputs differ: gate torch.float32 (6, 8), up torch.float32 (6, 7); bring them to
 inputs differ: grad torch.float32 (2, 8), gate torch.float32 (6, 8), up torch.float32 (6, 8); bring them to one shape and dtype
 offs is torch.int64 of shape (2,); it must be torch.int32 of shape (groups,), with where each group's rows end
 block_t (1, 96) would cross groups, which start at multiples of 128 columns; give FULL or a divisor of that along tokens
-the cast of rows has block=[1, -1], dtype=None, scale_mode=None; give all three, or None three times to leave it out""",  # noqa: E501
+block=[1, -1], dtype=None, scale_mode=None: a layout takes all three, or three Nones to be left out""",  # noqa: E501
     )
 
 

@@ -316,6 +316,16 @@ def test_empty_matrices(blocks: Blocks, impl: str, device: str) -> None:
             assert_same_bytes(got, bias.bfloat16().expand(m, n))
             there = torch.full((m, n), -0.0, device=device)
             assert_same_bytes(add(there, a, b, impl), there)  # not even by a zero
+            with pytest.raises(ValueError, match="scale is"):
+                multiply(a, (b[0], torch.ones(9, 9, device=device), b[2]), torch.bfloat16, impl)
+
+
+def test_scales_that_do_not_fit_are_refused_by_every_implementation() -> None:
+    a, b = operands(16, 16, 16, NATIVE["row x row"], FN)
+    for impl in ("torch", "cublas"):
+        for scale in (torch.ones(4, 4), torch.ones(1, 16), torch.ones(1, 1)):
+            with pytest.raises(ValueError, match="scale is"):
+                multiply((a[0], scale, a[2]), b, torch.bfloat16, impl)
 
 
 def test_a_nan_scale_surfaces_in_its_rows_or_columns_and_nowhere_else() -> None:

@@ -531,7 +531,7 @@ x of shape (4, 31) does not fit a weight of shape (48, 32); needed (..., K) and 
 weights of shapes (1, 48, 32), (1, 48, 32) and (1, 32, 48) make no SwiGLU layer; needed (F, D), (F, D) and (D, F)
 x is torch.float32 and the weight torch.bfloat16; bring both to one dtype, or run under torch.autocast
 x is torch.float32 and the weight torch.bfloat16; bring both to one dtype, or run under torch.autocast
-x is torch.strided on cpu and the weight torch.strided on meta; an FP8 linear takes strided tensors on one device
+operands are on cpu and meta; move them to one device
 x is torch.float64 and the weight torch.float64; an FP8 linear takes torch.bfloat16, torch.float16, torch.float32
 weight is torch.float32 of shape (31,); x of shape (4, 32) needs (32,) of torch.bfloat16, torch.float16, torch.float32
 weight is torch.float64 of shape (32,); x of shape (4, 32) needs (32,) of torch.bfloat16, torch.float16, torch.float32
@@ -671,6 +671,17 @@ def test_nothing_is_skipped() -> None:
         assert not torch.equal(layer(x), expected[0])
         layer.up_proj.low.weight.zero_()
         assert_same_bytes(layer(x), expected[0])
+
+
+def test_hooks_of_all_modules_are_called() -> None:
+    layer, x = SwiGLU(32, 48), torch.randn(3, 32)
+    expected, seen = layer(x), []
+    hook = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
+    try:
+        assert_same_bytes(layer(x), expected)
+    finally:
+        hook.remove()
+    assert seen == [layer.gate_proj, layer.up_proj, layer.down_proj, layer]
 
 
 def test_why_layers_are_called_one_by_one() -> None:

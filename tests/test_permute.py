@@ -401,7 +401,7 @@ def launched_permute(
             outputs: tuple[Tensor, ...] = (reference._fake_permute(x, position, source),)
             kernels().launch_permute(x, position, source, *outputs)
         else:
-            outputs = reference._empty_rows(x, len(source), cast)
+            outputs = reference.empty_rows(x, (len(source), x.shape[1]), cast)
             kernels().launch_permute(x, position, source, *outputs, cast)
     return outputs
 
@@ -528,7 +528,7 @@ def test_padding_is_found_in_any_number_of_steps(
     import triton.language as tl
 
     monkeypatch.setattr(kernels(), "_AHEAD", tl.constexpr(1))
-    monkeypatch.setattr(kernels(), "multiprocessors", lambda x: 1)
+    monkeypatch.setattr(kernels(), "multiprocessors", lambda device: 1)
     kernels()._permute.cache_clear()
     position, source, *_ = rows_of(torch.tensor([[3], [5], [-1]]), 6, 128)
     x, cast = torch.randn(3, 40), None
@@ -677,7 +677,7 @@ def test_a_wrong_routing_writes_nowhere_else(wrong: int, monkeypatch: pytest.Mon
         patch.setattr(Tensor, "new_empty_strided", fenced)
         outputs.append((reference._fake_permute(x, *where),))
         cast = CastPlan((1, 32), E4M3FN.dtype, "fp32")
-        outputs.append(reference._empty_rows(x, len(source), cast))
+        outputs.append(reference.empty_rows(x, (len(source), x.shape[1]), cast))
         outputs.append((reference._fake_unpermute(y, where[0], weights),))
         outputs.append(reference._fake_unpermute_backward(x, y, *where, weights))
     module.launch_permute(x, *where, *outputs[0])
@@ -704,7 +704,7 @@ def test_constants_of_a_kernel_do_not_depend_on_tokens(monkeypatch: pytest.Monke
         x = torch.empty(tokens, 32, device=DEVICE)
         y, weights = x.new_empty(len(source), 32), x.new_empty(tokens, 2)
         module.launch_route(indices, 16, *reference._fake_route(indices, 4, 16))
-        outputs = reference._empty_rows(x, len(source), cast)
+        outputs = reference.empty_rows(x, (len(source), x.shape[1]), cast)
         module.launch_permute(x, position, source, *outputs, cast)
         module.launch_unpermute(y, position, weights, x)
         module.launch_unpermute_backward(x, y, position, source, weights, y, weights)

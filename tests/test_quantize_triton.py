@@ -243,9 +243,9 @@ def test_a_new_number_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     bound = {"tile_kernel": 2, "amax_kernel": 2, "row_kernel": 1, "column_kernel": 1}
     monkeypatch.setattr(quantize_triton, "_cast", quantize_triton._cast.__wrapped__)
     # As on a GPU: fewer tokens than programs, and more.
-    monkeypatch.setattr(quantize_triton, "multiprocessors", lambda x: 132)
+    monkeypatch.setattr(quantize_triton, "multiprocessors", lambda device: 132)
     run: set[str] = set()
-    monkeypatch.setattr(launch, "runs_ptx", lambda x: True)
+    monkeypatch.setattr(launch, "runs_ptx", lambda device: True)
     for i, (row_block, col_block) in enumerate(PAIRS):
         row, col = (b and CastPlan(b, E4M3FN.dtype, "fp32") for b in (row_block, col_block))
         for shape in ((), (1,), (2,)) if i % 6 == 0 else ((),):

@@ -106,6 +106,8 @@ def test_what_does_not_fit_is_refused_when_it_is_built() -> None:
         lambda: Cast("e4m3", (1, 32), "e8m0"),
         lambda: Gemm(row, block),
         lambda: Gemm(Cast("e4m3", (FULL, 1)), Cast("e4m3", (FULL, 1))),
+        lambda: Gemm(row, row, "no"),  # type: ignore[arg-type]
+        lambda: Recipe(["mine"], gemm, gemm, gemm),  # type: ignore[arg-type]
         lambda: Recipe("mine", gemm, gemm, gemm, "keep"),  # type: ignore[arg-type]
         lambda: Recipe("mine", gemm, None, gemm, "save"),
         lambda: dataclasses.replace(ROWWISE, weight_for_dgrad=True),
@@ -131,6 +133,8 @@ operands with blocks (1, FULL) and (1, 128) cannot be multiplied: the second ent
     contraction's, and must be the same size above 1, or FULL, in both
 operands with blocks (FULL, 1) and (FULL, 1) cannot be multiplied: the second entry is the
     contraction's, and must be the same size above 1, or FULL, in both
+fast_accum='no' must be True or False
+name=['mine'] must be a string
 weight_for_dgrad='keep' must be 'recompute' or 'save'
 weight_for_dgrad='save' keeps an FP8 weight for dgrad, but dgrad is in high precision
 weight_for_dgrad=True must be 'recompute' or 'save'""",

@@ -35,7 +35,7 @@ from float8 import (
     quantize,
 )
 from float8.scaling import Block, block_name, decode_scale, scale_shape
-from float8.testing import assert_same_bytes, deterministic, needs, relative_error
+from float8.testing import assert_same_bytes, deterministic, needs, relative_error, sqnr
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs("cuda"))]
 TENSORWISE, ROWWISE, COLUMNWISE = (FULL, FULL), (1, FULL), (FULL, 1)
@@ -95,14 +95,14 @@ def test_parts_that_do_not_fit() -> None:
     )
     assert_expected_inline(
         build(scale=torch.ones(4, 1)),
-        """scale has shape (4, 1), but data of shape (4, 256) in blocks (1, 128) needs (4, 2): one entry per block, which multiplies the data""",  # noqa: E501
+        """scale is torch.float32 of shape (4, 1); data of shape (4, 256) in blocks (1, 128) needs torch.float32 or torch.float8_e8m0fnu of shape (4, 2), one entry per block""",  # noqa: E501
     )
     assert_expected_inline(
         build(scale=torch.ones(4, 2).half()),
-        """scale is torch.float16; it must be torch.float32 or torch.float8_e8m0fnu""",
+        """scale is torch.float16 of shape (4, 2); data of shape (4, 256) in blocks (1, 128) needs torch.float32 or torch.float8_e8m0fnu of shape (4, 2), one entry per block""",  # noqa: E501
     )
     assert_expected_inline(
-        build(scale=scale.to("meta")), """scale is on meta, the data on cpu; move one of them"""
+        build(scale=scale.to("meta")), """operands are on cpu and meta; move them to one device"""
     )
     assert_expected_inline(
         build(block=(128,)),
@@ -150,7 +150,7 @@ def test_quantize_says_what_it_takes() -> None:
     )
     assert_expected_inline(
         refusal(lambda: quantize(x, ROWWISE, scale=torch.ones(1, 1))),
-        """scale has shape (1, 1), but data of shape (4, 256) in blocks (1, FULL) needs (4, 1): one entry per block, which multiplies the data""",  # noqa: E501
+        """scale is torch.float32 of shape (1, 1); data of shape (4, 256) in blocks (1, FULL) needs torch.float32 or torch.float8_e8m0fnu of shape (4, 1), one entry per block""",  # noqa: E501
     )
 
 
@@ -639,6 +639,18 @@ def test_convert_format_changes_the_flavour_alone() -> None:
         """convert_format changes the flavour, not the kind: e4m3fn cannot become e5m2; dequantize() and quantize() instead""",  # noqa: E501
     )
     assert convert_format(quantize(torch.zeros(0, 3), ROWWISE), E4M3FNUZ).shape == (0, 3)
+    assert_expected_inline(
+        refusal(lambda: convert_format(x8, "e4m3fnuz")),  # type: ignore[arg-type]
+        """to='e4m3fnuz' must be a format, such as float8.E4M3FNUZ""",
+    )
+
+
+def test_what_goes_through_memory_is_refused() -> None:
+    """torch's own would crash the process."""
+    x8 = quantize(torch.randn(2, 3), ROWWISE)
+    for call in (lambda: x8.apply_(abs), lambda: x8.map_(x8, max), lambda: x8.map2_(x8, x8, max)):
+        with pytest.raises(NotImplementedError, match="write into it with"):
+            call()
 
 
 # --------------------------------------------------------------------------- compiled and traced
@@ -895,3 +907,9 @@ def test_a_block_longer_than_its_dimension_is_as_long_as_it() -> None:
     huge, full = float8.quantize(x, (1, 2**40)), float8.quantize(x, (1, FULL))
     assert torch.equal(huge.dequantize(), full.dequantize())
     assert huge.scale.shape == full.scale.shape
+
+
+def test_sqnr_of_what_is_no_number() -> None:
+    one, nan, inf = torch.ones(2), torch.tensor([1.0, math.nan]), torch.tensor([1.0, -math.inf])
+    assert sqnr(one, one) == math.inf and sqnr(inf, one) == -math.inf
+    assert all(math.isnan(sqnr(x, y)) for x, y in ((nan, one), (one, nan), (one, inf), (inf, inf)))

@@ -606,12 +606,89 @@ def test_in_place_change_before_backward_is_noticed() -> None:
     assert "modified by an inplace operation" in error(y.sum().backward, RuntimeError)
 
 
+THROUGH_VIEWS: dict[str, tuple[Multiply, bool]] = {  # and whether of a stack
+    "x @ w.T": (lambda x, w: x @ w.T, False),
+    "chunk": (lambda x, w: x @ w.chunk(2)[0].T, False),
+    "slice": (lambda x, w: x @ w[:32].T, False),
+    "plain().T": (lambda x, w: x @ w.plain().T, False),  # type: ignore[attr-defined]
+    "F.linear": (F.linear, False),
+    "bmm": (lambda x, w: torch.bmm(x.expand(4, -1, -1), w.mT), True),
+    "einsum": (lambda x, w: torch.einsum("mk,enk->emn", x, w), True),
+    "w[0]": (lambda x, w: x @ w[0].T, True),
+    "grouped_mm": (
+        lambda x, w: F.grouped_mm(x, w.mT, offs=torch.tensor([1, 2, 2, 6], dtype=torch.int32)),
+        True,
+    ),
+    "view": (lambda x, w: x @ w.view(-1, 32).T, True),
+}
+CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": lambda w: w.mul_(2),
+    "of a view": lambda w: w[0].mul_(2),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "AdamW": lambda w: torch.optim.AdamW([w], foreach=False).step(),
+    "fused AdamW": lambda w: torch.optim.AdamW([w], fused=True).step(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", THROUGH_VIEWS)
+def test_in_place_change_is_noticed_through_views(name: str, change: str) -> None:
+    """As of a plain parameter: dgrad would be of a weight that forward has not seen."""
+    multiply, stack = THROUGH_VIEWS[name]
+    w = nn.Parameter(Float8Weight(torch.randn(4, 64, 32) if stack else torch.randn(64, 32)))
+    x = torch.randn(6, 32, requires_grad=True)
+    multiply(x, w).sum().backward()
+    y = multiply(x, w).sum()
+    with torch.no_grad():
+        CHANGES[change](w)
+    assert "modified by an inplace operation" in error(y.backward, RuntimeError)
+
+
 def test_in_place_change_of_a_plain_tensor_among_weights_is_noticed() -> None:
     layer, plain = wrapped(), torch.ones(4, requires_grad=True)
     y = plain.square()
     with torch.no_grad():
         torch._foreach_mul_([plain, layer.weight], 2.0)
     assert "modified by an inplace operation" in error(y.sum().backward, RuntimeError)
+
+
+def test_wrapping_in_inference_mode_freezes_nothing() -> None:
+    layer = Layer(lambda x, w: torch.cat([x @ part.t() for part in w.chunk(2)], -1))
+    x = torch.randn(6, 32, dtype=BF16)
+    with torch.inference_mode():
+        wrap_parameter(layer, "weight")
+    expected = wrapped(layer.multiply)
+    expected.weight.data.copy_(inner(layer))
+    for each_layer in (layer, expected):
+        each_layer(x).sum().backward()
+    assert_same_bytes(layer.weight.grad, expected.weight.grad)
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    with torch.inference_mode():
+        unwrap_parameter(layer, "weight")
+    layer.zero_grad()
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None and type(layer.weight) is nn.Parameter
+
+
+def test_copies_have_no_gradient_but_what_others_have_hung_on() -> None:
+    layer = wrapped()
+    layer.weight.tag = "expert"  # type: ignore[attr-defined]
+    layer(torch.randn(6, 32, dtype=BF16)).sum().backward()
+    for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert made.weight.grad is None and made.weight.tag == "expert"
+        assert_same_bytes(inner(made), inner(layer))
+    assert layer.weight.grad is not None
+
+
+def test_what_reads_memory_reads_the_plain_tensor() -> None:
+    w = Float8Weight(torch.randn(4, 16))
+    assert (w.numpy() == w.original.numpy()).all()
+    assert w.tolist() == w.original.tolist()
+    w.numpy()[0] = 3
+    w.apply_(lambda value: value + 1)
+    assert (w.original[0] == 4).all()
+    w.map_(torch.zeros(4, 16), lambda a, b: b)
+    assert not w.original.any()
 
 
 def test_autograd_grad_of_unused_weights() -> None:

@@ -20,15 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..scaling import Block, check_scale_mode
-from .quantize import (
-    HIGH_PRECISION,
-    CastPlan,
-    check_cast,
-    check_devices,
-    names,
-    triton_refusal,
-)
+from ..scaling import Block
+from .quantize import HIGH_PRECISION, CastPlan, check_devices, check_layout, names, triton_refusal
 
 Casts = tuple[CastPlan | None, CastPlan | None]  # of the row layout and of the transposed one
 Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -193,29 +186,14 @@ def _casts(
             f"the input has shape {tuple(x.shape)}; a fused cast takes matrices [M, K], so flatten "
             "leading dimensions into M"
         )
-    row = _cast(x, block, dtype, scale_mode)
-    col = _cast(x, block_t, dtype_t, scale_mode_t)
+    row = check_layout(x, block, dtype, scale_mode)
+    col = check_layout(x, block_t, dtype_t, scale_mode_t)
     if row is None and col is None:
         raise ValueError(
             "no layout is asked for; give block, dtype and scale_mode of the result, of its "
             "transpose, or of both"
         )
     return row, col
-
-
-def _cast(
-    x: Tensor, block: Block | None, dtype: torch.dtype | None, scale_mode: str | None
-) -> CastPlan | None:
-    if block is None and dtype is None and scale_mode is None:
-        return None
-    if block is None or dtype is None or scale_mode is None:
-        raise ValueError(
-            f"block={block}, dtype={dtype}, scale_mode={scale_mode!r}: a layout takes all three, "
-            "or three Nones to be left out"
-        )
-    check_cast(x, block, dtype)
-    check_scale_mode(scale_mode)
-    return CastPlan(tuple(block), dtype, scale_mode)
 
 
 def _check_weight(x: Tensor, weight: Tensor | None) -> None:

@@ -420,7 +420,7 @@ class _Fused:
             grid, stages = (triton.cdiv(x.k, bn) * x.e, triton.cdiv(x.m, bm), 1), 0
             options = _tile_options(job, left, col)
             if stream := _stream(job, left, col):
-                grid = (min(grid[0] * grid[1], stream.programs * multiprocessors(x)), 1, 1)
+                grid = (min(grid[0] * grid[1], stream.programs * multiprocessors(x.device)), 1, 1)
                 options, stages = stream.options, 2
             self.tiles = Launch(
                 tile_kernel, grid, x.m, x.k, *s,
@@ -452,7 +452,7 @@ def _stream(job: _Job, row: CastPlan | None, col: CastPlan | None) -> _Stream | 
     x, (bm, bn) = job.results, tile_shape(row, col)
     blocks = row is not None and col is not None and kind(row) == kind(col) == "block"
     even = x.m % bm == x.k % bn == 0 and job.itemsize == 2
-    if job.source != "swiglu" or not (blocks and even and runs_ptx(x)):
+    if job.source != "swiglu" or not (blocks and even and runs_ptx(x.device)):
         return None
     if bn == 128:
         return _Stream(2, {"num_warps": 4})
@@ -465,7 +465,7 @@ def _tile_options(job: _Job, row: CastPlan | None, col: CastPlan | None) -> dict
     with a scale per column runs eight of few registers, so that three do (8192 x 14336: 315 us
     instead of 346)."""
     bm, bn = tile_shape(row, col)
-    if not runs_ptx(job.results):
+    if not runs_ptx(job.device):
         return tile_options(job.results, row, col)
     backward = job.source == "swiglu_backward"
     if bm * bn < 128 * 128:
@@ -505,9 +505,9 @@ class _Rows:
 
         width = max(128, triton.next_power_of_2(x.k))
         width = width if whole else min(width, _CHUNK)
-        options, programs, stages = fused_row_loop(x, job.source, width, job.itemsize)
+        options, programs, stages = fused_row_loop(x.device, job.source, width, job.itemsize)
         chunks = triton.cdiv(x.k, width)
-        most = max(1, multiprocessors(x) * programs // chunks)
+        most = max(1, multiprocessors(x.device) * programs // chunks)
         g = min(x.m, most)
         self.amax_shape = (x.e, g, x.k) if self.per == "column" else (x.e, 1)
         self.row_shape = (x.e, x.m)
@@ -516,7 +516,7 @@ class _Rows:
         self.launch = Launch(
             row_kernel, (g, chunks, 1), x.m, x.k, job.eps, *job.strides,
             options=options, SOURCE=job.source, ROW=self.row, PER=self.per, WHOLE=whole,
-            T=target(x, layout), KP=width, STAGES=stages,
+            T=target(x.device, layout), KP=width, STAGES=stages,
         )  # fmt: skip
         self.columns = ColumnAmaxes(x.e, g, most, x.k) if self.per == "column" else None
 

@@ -23,6 +23,7 @@ Implementations: ``hopper`` and ``triton`` are the kernels of ``scaled_mm`` that
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -73,14 +74,6 @@ class GroupedProduct(NamedTuple):
 Refusal = Callable[[DeviceProfile, Operand, Operand], str | None]
 
 
-def _hopper_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
-    return _rows_refusal("hopper", profile, a, b)
-
-
-def _triton_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
-    return _rows_refusal("triton", profile, a, b)
-
-
 def _rows_refusal(kernel: str, profile: DeviceProfile, a: Operand, b: Operand) -> str | None:
     """That of the kernel for one matrix, if no scale but one for all is for several groups."""
     if a.block[0] not in (1, FULL) or b.block[0] != 1:
@@ -115,8 +108,8 @@ def _torch_grouped_refusal(profile: DeviceProfile, a: Operand, b: Operand) -> st
 # by its source no rows of whole 16 bytes do, and it is not chosen before that has been run. It
 # takes K and N that are multiples of 16, a row-major, b column-major, and writes bf16.
 IMPLEMENTATIONS: dict[str, Refusal] = {
-    "hopper": _hopper_refusal,
-    "triton": _triton_refusal,
+    "hopper": partial(_rows_refusal, "hopper"),
+    "triton": partial(_rows_refusal, "triton"),
     "torch": matmul.never_refuses,
     "torch_grouped": _torch_grouped_refusal,
 }

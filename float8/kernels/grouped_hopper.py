@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..scaling import FULL, Block, scale_shape
 from .grouped import scale_by_group, stacked
-from .matmul_hopper import KINDS, fits
+from .matmul_hopper import fits, kinds
 
 MOST = 8192  # groups of rows, listed beside three buffers of operands
-Scales = tuple[str, str]
 
 
 def multiply_rows(
@@ -55,7 +54,7 @@ def multiply_rows(
     n = b_GNK.shape[1]
     b_RK, b_rows = stacked(b_GNK)
     out = a_TK.new_empty((a_TK.shape[0], n), dtype=out_dtype)
-    scales = _kinds(block_a, block_b[1:])
+    scales = kinds(block_a, block_b[1:])
     _run(a_TK, b_RK, scale_a, scale_b, scales, fast_accum, out, False, "rows", offs, b_rows)
     return out
 
@@ -97,16 +96,9 @@ def multiply_columns(
     assert out.shape == (groups, a_MP.shape[0], b_NP.shape[0]) and out.dtype == out_dtype, out.shape
     assert out.is_contiguous(), out.stride()
     scale_a, scale_b = scale_by_group(scale_a, block_a), scale_by_group(scale_b, block_b)
-    rows, scales = out.view(-1, out.shape[2]), _kinds(block_a, block_b)
+    rows, scales = out.view(-1, out.shape[2]), kinds(block_a, block_b)
     _run(a_MP, b_NP, scale_a, scale_b, scales, fast_accum, rows, accumulate, "columns", offs_t, 0)
     return out
-
-
-def _kinds(block_a: Block, block_b: Block) -> Scales:
-    """How the scales of two operands (rows, contraction) lie."""
-    if block_a[1] == FULL:
-        return "outer", "outer"
-    return KINDS[block_a[0]], KINDS[block_b[0]]
 
 
 def _run(
@@ -114,7 +106,7 @@ def _run(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    scales: Scales,
+    scales: tuple[str, str],
     fast_accum: bool,
     out: Tensor,
     accumulate: bool,
@@ -126,6 +118,5 @@ def _run(
         raise ValueError(f"impl='hopper' cannot multiply these groups: {reason}")
     from .matmul_hopper_triton import Groups, multiply
 
-    fast = fast_accum and scales == ("outer", "outer")
     groups = Groups(kind, offs.contiguous(), b_rows)
-    multiply(a, b, scale_a, scale_b, scales, fast, None, out, accumulate, groups)
+    multiply(a, b, scale_a, scale_b, scales, fast_accum, None, out, accumulate, groups)

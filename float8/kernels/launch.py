@@ -71,10 +71,6 @@ class Matrices(NamedTuple):
     stride_k: int
     device: torch.device
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
 
 class Output(NamedTuple):
     """Memory that a kernel writes."""
@@ -174,19 +170,19 @@ class Target:
         )
 
 
-def target(x: Matrices, layout: CastPlan) -> Target:
-    return _cached_target(format_of(layout.dtype), layout.scale_mode, runs_ptx(x))
+def target(device: torch.device, layout: CastPlan) -> Target:
+    return _cached_target(format_of(layout.dtype), layout.scale_mode, runs_ptx(device))
 
 
-def runs_ptx(x: Matrices) -> bool:
-    return x.is_cuda and torch.version.hip is None
+def runs_ptx(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
 
 
 _cached_target = functools.cache(Target.of)  # a dozen values at most
 
 
-def multiprocessors(x: Matrices) -> int:
-    return _multiprocessor_count(x.device.index) if x.is_cuda else 2
+def multiprocessors(device: torch.device) -> int:
+    return _multiprocessor_count(device.index) if device.type == "cuda" else 2
 
 
 @functools.cache
@@ -204,15 +200,15 @@ def row_loop(device: torch.device, elements: int, itemsize: int) -> tuple[int, i
 
 
 def fused_row_loop(
-    x: Matrices, source: str, width: int, itemsize: int
+    device: torch.device, source: str, width: int, itemsize: int
 ) -> tuple[dict[str, int], int, int]:
     """(options, programs on a multiprocessor, stages) of a loop over so many columns of rows that
     the source makes: 16 warps on a multiprocessor, up to 32 columns a thread, in 128 registers."""
     warps = min(16, max(4, width // 1024))
-    options = {"num_warps": warps} | ({"maxnreg": 128} if runs_ptx(x) else {})
+    options = {"num_warps": warps} | ({"maxnreg": 128} if runs_ptx(device) else {})
     programs, inputs = 16 // warps, {"rms": 1, "swiglu": 2, "swiglu_backward": 3}[source]
     under_way = programs * width * itemsize * inputs
-    return options, programs, row_stages(x.device, under_way, 4)
+    return options, programs, row_stages(device, under_way, 4)
 
 
 def row_stages(device: torch.device, row_bytes: int, wanted: int) -> int:
@@ -233,8 +229,8 @@ def tile_constants(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> d
         "COL": "none" if col is None else kind(col),
         "ROW_BLOCK": bn if row is None or row.block[1] == FULL else row.block[1],
         "COL_BLOCK": bm if col is None or col.block[1] == FULL else col.block[1],
-        "ROW_T": None if row is None else target(x, row),
-        "COL_T": None if col is None else target(x, col),
+        "ROW_T": None if row is None else target(x.device, row),
+        "COL_T": None if col is None else target(x.device, col),
         "EVEN": x.m % bm == 0 and x.k % bn == 0,
         "BM": bm,
         "BN": bn,
@@ -258,7 +254,7 @@ def tile_options(x: Matrices, row: CastPlan | None, col: CastPlan | None) -> dic
     multiprocessor instead of two (1x128 dual, 8192 x 14336: 134.7 us instead of 144.2), and two
     layouts from one amax get eight warps. So do masks of the transposed layout, for the registers;
     two programs share a multiprocessor."""
-    if not runs_ptx(x):
+    if not runs_ptx(x.device):
         return {"num_warps": 4}
     bm, bn = tile_shape(row, col)
     if col is not None and (x.m % bm or x.k % bn):

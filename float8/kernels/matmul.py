@@ -298,6 +298,7 @@ def scaled_mm(
     x = Product(a, b, scale_a, scale_b, *blocks, out_dtype, fast_accum, impl, flat)
     _check(x)
     if 0 in (*a.shape, *b.shape):
+        _check_scales(x)
         nothing = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
         return nothing if bias is None else nothing.add_(bias)
     return _run(x)
@@ -326,7 +327,9 @@ def scaled_mm_add_(
     blocks = tuple(block_a), tuple(block_b)
     x = Product(a, b, scale_a, scale_b, *blocks, out.dtype, fast_accum, impl, out=out)
     _check(x)
-    if 0 not in (*a.shape, *b.shape):
+    if 0 in (*a.shape, *b.shape):
+        _check_scales(x)
+    else:
         torch.autograd.graph.increment_version(out)  # a kernel's writing would pass unnoticed
         _run(x)
 
@@ -472,6 +475,7 @@ def _scaled_mm_cublas(x: Product) -> Tensor:
             a, b, scale_a, scaling, scale_b, scaling, bias=bias,
             output_dtype=out_dtype, use_fast_accum=fast_accum,
         )  # fmt: skip
+    _check_scales(x)
     blocked = mode in ("blockwise", "mx")
     rows_multiple, k_multiple = {"blockwise": (16, 128), "mx": (32, 128)}.get(mode, (16, 16))
     a_MK = _aligned(a, rows_multiple if blocked else 1, k_multiple)
@@ -534,7 +538,8 @@ def _fits(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, per_row: bool)
         (k | n | row_a | row_b | at) % 16 == 0
         and step_a == step_b == 1
         and row_a >= k <= row_b
-        and (scale_a.numel(), scale_b.numel()) == ((m, n) if per_row else (1, 1))
+        and scale_a.shape == (m if per_row else 1, 1)
+        and scale_b.shape == (1, n if per_row else 1)
         and scale_a.is_contiguous() and scale_b.is_contiguous()
         and scale_a.dtype == scale_b.dtype == torch.float32
     )  # fmt: skip
@@ -556,7 +561,7 @@ def _aligned(x_RK: Tensor, rows_multiple: int, k_multiple: int) -> Tensor:
 
 
 def _native_scale(
-    scale_RK: Tensor, x_RK: Tensor, block: Block, mode: str | None
+    scale_RK: Tensor, x_RK: Tensor, block: Block, mode: str
 ) -> tuple[F.ScalingType, Tensor]:
     """The scale of a padded operand [rows, K] in the shape and strides that F.scaled_mm documents
     for its mode."""

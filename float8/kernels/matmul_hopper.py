@@ -36,8 +36,7 @@ BLOCKS: dict[Mode, tuple[Block, Block]] = {
     "block_t": ((128, 128), (1, 128)),
     "block2": ((1, 128), (1, 128)),
 }
-# How scales lie (``Config``) in blocks of so many rows and 128 of K.
-KINDS = {1: "vector", 128: "square"}
+_KINDS = {1: "vector", 128: "square"}  # of scales of blocks of so many rows and 128 of K
 _LARGEST = 2**30  # coordinates are 32-bit, and tiles reach beyond the last row
 
 
@@ -70,6 +69,13 @@ def fits(a_MK: Tensor, b_NK: Tensor) -> str | None:
                 "after a multiple of 16; the Hopper kernel reads contiguous rows, each on 16 bytes"
             )
     return None
+
+
+def kinds(block_a: Block, block_b: Block) -> tuple[str, str]:
+    """How the scales of two operands lie (``Config``), given their blocks (rows, K)."""
+    if block_a[1] == FULL:
+        return "outer", "outer"
+    return _KINDS[block_a[0]], _KINDS[block_b[0]]
 
 
 def scaled_mm_hopper(
@@ -115,7 +121,6 @@ def scaled_mm_hopper(
 
     from .matmul_hopper_triton import multiply
 
-    inner = block_a[1] == FULL
-    kinds = ("outer", "outer") if inner else (KINDS[block_a[0]], KINDS[block_b[0]])
-    multiply(a_MK, b_NK, scale_a, scale_b, kinds, fast_accum and inner, bias, out, accumulate)
+    scales = kinds(block_a, block_b)
+    multiply(a_MK, b_NK, scale_a, scale_b, scales, fast_accum, bias, out, accumulate)
     return out

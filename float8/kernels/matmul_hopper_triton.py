@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..formats import format_of
-from .launch import Launch
+from .launch import Launch, multiprocessors
 
 _SHARED_MEMORY = 227 * 1024 - 512  # of what a program can have; the rest is for barriers
 
@@ -574,14 +574,15 @@ def multiply(
     scale_a: Tensor,
     scale_b: Tensor,
     scales: tuple[str, str],
-    fast: bool,
+    fast_accum: bool,
     bias: Tensor | None,
     out: Tensor,
     accumulate: bool,
     groups: Groups | None = None,
 ) -> None:
     """Write, or add, the product to out. ``scales``: how each operand's lie (``Config``); a scale
-    of [groups, rows, blocks] is each group's own. b and out hold the rows of all groups."""
+    of [groups, rows, blocks] is each group's own. b and out hold the rows of all groups.
+    ``fast_accum``: leave whole sums to the tensor cores, where no scale meets them before."""
     scale_a, *strides_a = _scale(scale_a, scales[0])
     scale_b, *strides_b = _scale(scale_b, scales[1])
     pitches = _pitch(a_MK), _pitch(b_NK), _pitch(out)
@@ -594,7 +595,8 @@ def multiply(
         kind, offs, count, b_rows = groups.kind, groups.offs, len(groups.offs), groups.b_rows
     run = _product(
         (a_MK.shape[0], out.shape[1], a_MK.shape[1], count, b_rows), pitches,
-        (*strides_a, *strides_b), scales, kind, fast, accumulate, wide,
+        (*strides_a, *strides_b), scales, kind, fast_accum and scales[0] == "outer", accumulate,
+        wide,
         (a_MK.dtype, b_NK.dtype, out.dtype, bias_dtype), a_MK.device,
     )  # fmt: skip
     run(a_MK, b_NK, scale_a, scale_b, bias, out, offs)
@@ -656,7 +658,7 @@ class _Product:
         most = {"none": down, "rows": down + count, "columns": down * count}[config.GROUPS]
         programs = most * across
         if device.type == "cuda":
-            programs = min(programs, torch.cuda.get_device_properties(device).multi_processor_count)
+            programs = min(programs, multiprocessors(device))
         self.launch = Launch(
             matmul_kernel, (programs, 1, 1), m, n, k, count, down, across, b_rows, *scale_strides,
             out_m,

@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..devices import DeviceProfile, device_profile
 from ..formats import format_of
 from ..scaling import FULL, Block, as_bytes
-from .launch import Launch, Matrices, multiprocessors
+from .launch import Launch, multiprocessors
 from .matmul import Operand, native_mode
 
 _FULL = tl.constexpr(FULL)
@@ -399,13 +399,12 @@ class Matmul:
             groups.kind
         ]
         tiles = down * triton.cdiv(n, tile.bn)
-        x = Matrices(1, m, k, 0, a.strides[0], a.strides[1], device)
         spans = (
             tile.bm * a.strides[0] + tile.bk * a.strides[1],
             tile.bn * b.strides[0] + tile.bk * b.strides[1],
         )
         self.launch = Launch(
-            matmul_kernel, (min(tiles, tile.programs * multiprocessors(x)), 1, 1),
+            matmul_kernel, (min(tiles, tile.programs * multiprocessors(device)), 1, 1),
             m, n, k, groups.number, *a.strides, *b.strides[::-1], groups.b_rows,
             *(0, *scale_a.strides)[-3:], *(0, *scale_b.strides)[-3:],
             options={"num_warps": tile.warps, "num_stages": tile.stages},

@@ -25,15 +25,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 from ..devices import device_profile
-from ..scaling import (
-    FULL,
-    Block,
-    block_name,
-    check_scale_mode,
-    scale_dtype,
-    scale_shape,
-    scale_strides,
-)
+from ..scaling import FULL, Block, block_name, check_scale_mode
 from .launch import MAX_ROW
 from .quantize import (
     HIGH_PRECISION,
@@ -44,7 +36,7 @@ from .quantize import (
     quantize,
     triton_refusal,
 )
-from .quantize_grouped import GROUP_ALIGN, padded_tokens
+from .quantize_grouped import GROUP_ALIGN, empty_rows, padded_tokens
 
 _LIB = torch.library.Library("float8", "FRAGMENT")
 _LIB.define("route(Tensor indices, int experts, int align) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -236,13 +228,6 @@ def _check_rowwise(x: Tensor, block: Block, dtype: torch.dtype, scale_mode: str)
     return CastPlan(tuple(block), dtype, scale_mode)
 
 
-def _empty_rows(x: Tensor, rows: int, cast: CastPlan) -> tuple[Tensor, Tensor]:
-    shape = (rows, x.shape[1])
-    of, dtype = scale_shape(shape, cast.block), scale_dtype(cast.scale_mode)
-    scale = x.new_empty_strided(of, scale_strides(of, cast.block), dtype=dtype)
-    return x.new_empty(shape, dtype=cast.dtype), scale
-
-
 def _permute_gpu(x: Tensor, position: Tensor, source: Tensor) -> Tensor:
     rows = _fake_permute(x, position, source)
     if not _has_kernels(x):
@@ -271,7 +256,7 @@ def _permute_quantize_gpu(
         return data, scale
     from .permute_triton import launch_permute
 
-    data, scale = _empty_rows(x, source.shape[0], cast)
+    data, scale = empty_rows(x, (source.shape[0], x.shape[1]), cast)
     launch_permute(x, position, source, data, scale, cast)
     return data, scale
 
@@ -290,7 +275,8 @@ def _fake_permute_quantize(
     scale_mode: str,
 ) -> tuple[Tensor, Tensor]:
     _check_permute(x, position, source)
-    return _empty_rows(x, source.shape[0], _check_rowwise(x, block, dtype, scale_mode))
+    shape = source.shape[0], x.shape[1]
+    return empty_rows(x, shape, _check_rowwise(x, block, dtype, scale_mode))
 
 
 # --------------------------------------------------------------------------------------- and back

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..devices import device_profile
 from ..scaling import as_bytes
 from .cast_triton import amax_bits, convert, store_scale, to_magnitude, to_scale
-from .launch import Launch, Matrices, kind, multiprocessors, row_loop, row_stages, target
+from .launch import Launch, kind, multiprocessors, row_loop, row_stages, target
 from .quantize import CastPlan
 
 _BLOCK = 256  # pairs that are ranked together: each with each, so no more of them
@@ -270,8 +270,7 @@ def _permute(
 ) -> tuple[Launch, int, int]:
     """The launch for any number of tokens, its programs, and the pieces that they take of a row.
     Alignment is not asked for, but Triton specialises on it."""
-    x = Matrices(1, 0, features, 0, stride, 1, device)
-    padded, processors = max(128, triton.next_power_of_2(features)), multiprocessors(x)
+    padded, processors = max(128, triton.next_power_of_2(features)), multiprocessors(device)
     whole = cast is not None and kind(cast) == "vector"
     if whole:
         width = padded
@@ -285,7 +284,7 @@ def _permute(
     programs = max(1, processors * together // pieces)
     launch = Launch(
         permute_kernel, None, features, stride, options={"num_warps": warps},
-        K=k, T=cast and target(x, cast), PER_ROW=whole,
+        K=k, T=cast and target(device, cast), PER_ROW=whole,
         BLOCK=width if cast is None or whole else cast.block[1], BN=width,
         STAGES=stages,
     )  # fmt: skip

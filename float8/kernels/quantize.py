@@ -1,6 +1,6 @@
 """High precision to FP8 and back, for any block shape on any rank: ``torch.ops.float8.{quantize,
-quantize_dual, quantize_static, dequantize}``. The bodies below are the reference and the
-specification; no gradient flows through these ops (``float8.quantize`` and
+quantize_dual, quantize_and_measure, quantize_static, dequantize}``. The bodies below are the
+reference and the specification; no gradient flows through these ops (``float8.quantize`` and
 ``Float8TrainingTensor.dequantize`` carry it). On a GPU, all but ``dequantize`` run Triton kernels
 that give the same bytes, where ``triton_refusal`` does not say otherwise.
 """
@@ -241,7 +241,9 @@ def _quantize_gpu(
     if layouts is None:
         return quantize(x, block, dtype, scale_mode, amax)
     check_amax(x, amax, block)
-    data, scale = _launch(x, layouts[0], None, amax)
+    from .quantize_triton import quantize_layouts
+
+    data, scale = quantize_layouts(x, layouts[0], None, amax)
     return data, scale
 
 
@@ -261,7 +263,9 @@ def _quantize_dual_gpu(
     if layouts is None:
         return quantize_dual(x, *cast, *cast_t, amax)
     check_dual_amax(x, amax, block, block_t)
-    data, scale, data_t, scale_t = _launch(x, layouts[0], layouts[1], amax)
+    from .quantize_triton import quantize_layouts
+
+    data, scale, data_t, scale_t = quantize_layouts(x, layouts[0], layouts[1], amax)
     return data, scale, data_t, scale_t
 
 
@@ -273,7 +277,9 @@ def _quantize_and_measure_gpu(
     layouts = _layouts(x.shape, x.dtype, device_profile(x.device), cast, later)
     if layouts is None:
         return quantize_and_measure(x, *cast, block_t)
-    data, scale, amax = _launch(x, layouts[0], layouts[1], None, measured=True)
+    from .quantize_triton import quantize_and_measure as launch
+
+    data, scale, amax = launch(x, layouts[0], layouts[1])
     return data, scale, amax
 
 
@@ -297,20 +303,6 @@ def given_mode(scale: Tensor) -> str:
     return "e8m0_given" if scale.dtype == E8M0.dtype else "given"
 
 
-def _launch(
-    x: Tensor,
-    row: CastPlan,
-    col: CastPlan | None,
-    amax: Tensor | None,
-    measured: bool = False,
-) -> tuple[Tensor, ...]:
-    from .quantize_triton import quantize_and_measure, quantize_layouts
-
-    if measured and col is not None:
-        return quantize_and_measure(x, row, col)
-    return quantize_layouts(x, row, col, amax)
-
-
 def check_cast(x: Tensor, block: Block, dtype: torch.dtype) -> None:
     """Raise ValueError for what neither cast takes; implementations and fake kernels ask this."""
     _check_cast(x.shape, x.dtype, block, dtype)
@@ -324,6 +316,23 @@ def _check_cast(shape: torch.Size, x_dtype: torch.dtype, block: Block, dtype: to
     check_block(shape, block)
     if format_of(dtype) is E8M0:
         raise ValueError(f"dtype={dtype} is a format for scales only; use an e4m3 or e5m2 dtype")
+
+
+def check_layout(
+    x: Tensor, block: Block | None, dtype: torch.dtype | None, scale_mode: str | None
+) -> CastPlan | None:
+    """The cast that makes one of an op's layouts of x, None for three Nones; ValueError for what
+    ``quantize`` does not take, and where only some are None."""
+    if block is None and dtype is None and scale_mode is None:
+        return None
+    if block is None or dtype is None or scale_mode is None:
+        raise ValueError(
+            f"block={block}, dtype={dtype}, scale_mode={scale_mode!r}: a layout takes all three, "
+            "or three Nones to be left out"
+        )
+    check_cast(x, block, dtype)
+    check_scale_mode(scale_mode)
+    return CastPlan(tuple(block), dtype, scale_mode)
 
 
 def check_amax(x: Tensor, amax: Tensor | None, block: Block) -> None:
@@ -378,8 +387,8 @@ def _check_dequantize(data: Tensor, block: Block, dtype: torch.dtype) -> None:
 def check_devices(*tensors: Tensor | None) -> None:
     """Raise ValueError unless all that are given are on one device. The dispatcher does not ask:
     among a CPU and a meta tensor it picks the fake kernel, whose result nobody has computed."""
-    devices = [t.device for t in tensors if t is not None]
-    if len({*devices}) > 1:
+    devices = {t.device: None for t in tensors if t is not None}
+    if len(devices) > 1:
         raise ValueError(
             f"operands are on {' and '.join(map(str, devices))}; move them to one device"
         )

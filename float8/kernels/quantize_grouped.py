@@ -25,6 +25,7 @@ from torch import Tensor
 from ..scaling import (
     FULL,
     Block,
+    as_bytes,
     block_name,
     check_scale_mode,
     num_blocks,
@@ -33,7 +34,7 @@ from ..scaling import (
     scale_shape,
     scale_strides,
 )
-from .quantize import CastPlan, check_cast, check_devices, quantize, triton_refusal
+from .quantize import CastPlan, check_cast, check_devices, check_layout, quantize, triton_refusal
 
 GROUP_ALIGN = 128
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -110,9 +111,7 @@ def quantize_grouped(
 
 def join(parts: list[Tensor], dim: int) -> Tensor:
     """``torch.cat`` as bytes: on a GPU torch joins only some 8-bit types."""
-    dtype = parts[0].dtype
-    bits = torch.uint8 if dtype.itemsize == 1 else dtype
-    return torch.cat([part.view(bits) for part in parts], dim).view(dtype)
+    return torch.cat([as_bytes(part) for part in parts], dim).view(parts[0].dtype)
 
 
 def padded_tokens(tokens: int, groups: int, align: int = GROUP_ALIGN) -> int:
@@ -153,16 +152,7 @@ def check_grouped(
             f"block_t {block_name(col.block)} would cross groups, which start at multiples of "
             f"{GROUP_ALIGN} columns; give FULL or a divisor of that along tokens"
         )
-    if block is None and dtype is None and scale_mode is None:
-        return None, col
-    if block is None or dtype is None or scale_mode is None:
-        raise ValueError(
-            f"the cast of rows has block={block}, dtype={dtype}, scale_mode={scale_mode}; give all "
-            "three, or None three times to leave it out"
-        )
-    check_cast(x, block, dtype)
-    check_scale_mode(scale_mode)
-    return CastPlan(tuple(block), dtype, scale_mode), col
+    return check_layout(x, block, dtype, scale_mode), col
 
 
 def empty_rows(x: Tensor, shape: tuple[int, ...], row: CastPlan) -> tuple[Tensor, Tensor]:

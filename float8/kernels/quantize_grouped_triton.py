@@ -41,7 +41,6 @@ from .fused_triton import four_rows, gate_gradient, produce, swiglu, up_gradient
 from .launch import (
     MAX_ROW,
     Launch,
-    Matrices,
     fused_row_loop,
     kind,
     multiprocessors,
@@ -362,10 +361,6 @@ class _Job(NamedTuple):
     col: CastPlan
 
     @property
-    def x(self) -> Matrices:
-        return Matrices(1, 0, self.k, 0, self.strides[0], self.strides[1], self.device)
-
-    @property
     def whole(self) -> bool:
         """Whether the columns' scales are of whole groups."""
         return self.col.block[1] == FULL
@@ -392,32 +387,32 @@ class _Measure:
     rows, where they are rowwise and a program holds them. Else amax bits of the rows, or of all."""
 
     def __init__(self, job: _Job) -> None:
-        x, row, col = job.x, job.row, job.col
-        width, processors = max(128, triton.next_power_of_2(x.k)), multiprocessors(x)
+        k, device, row, col = job.k, job.device, job.row, job.col
+        width, processors = max(128, triton.next_power_of_2(k)), multiprocessors(device)
         self.row, self.rest = "none", row is not None and kind(row) == "tensor"
         if row is not None and kind(row) == "vector":
             # The registers hold no rows of two results beside the maxima of their columns.
-            self.row = "store" if x.k <= MAX_ROW and job.halves == 1 else "amax"
+            self.row = "store" if k <= MAX_ROW and job.halves == 1 else "amax"
         itemsize = job.dtype.itemsize
         width = width if self.row == "store" else min(_CHUNK, width)
         if job.source != "plain":
-            options, together, stages = fused_row_loop(x, job.source, width, itemsize)
+            options, together, stages = fused_row_loop(device, job.source, width, itemsize)
         else:
-            warps, together, stages = row_loop(x.device, width, itemsize)
+            warps, together, stages = row_loop(device, width, itemsize)
             if self.row != "store":
-                together, stages = 8, row_stages(x.device, 8 * width * itemsize, 3)
+                together, stages = 8, row_stages(device, 8 * width * itemsize, 3)
             options = {"num_warps": warps}
-        self.pieces = triton.cdiv(x.k, width)
+        self.pieces = triton.cdiv(k, width)
         self.programs = triton.cdiv(together * processors, self.pieces)
         self.matrices, self.lines = job.matrices, self.programs + job.groups
         self.rows = Launch(
             group_rows_kernel, None, options=options,
-            SOURCE=job.source, JOINT=job.joint, ROW=self.row, ROW_T=row and target(x, row),
-            COL=kind(col), COL_T=target(x, col), REST=self.rest,
+            SOURCE=job.source, JOINT=job.joint, ROW=self.row, ROW_T=row and target(device, row),
+            COL=kind(col), COL_T=target(device, col), REST=self.rest,
             GP=triton.next_power_of_2(job.groups), KP=width, STAGES=stages,
         )  # fmt: skip
         vector = kind(col) == "vector"
-        features = x.k * job.halves // job.matrices
+        features = k * job.halves // job.matrices
         self.amaxes = features if vector else 1  # of a group
         self.entries = features if vector else self.pieces  # of a program's partial maxima
         # One step where groups are of equal sizes.
@@ -425,7 +420,7 @@ class _Measure:
         self.step = min(256, 8192 // lines) if vector else triton.next_power_of_2(self.pieces)
         self.amax = Launch(
             group_amax_kernel, None, options={"num_warps": 4},
-            COL=kind(col), COL_T=target(x, col), REST=self.rest, BP=lines, BN=self.step,
+            COL=kind(col), COL_T=target(device, col), REST=self.rest, BP=lines, BN=self.step,
         )  # fmt: skip
         self.strides = job.strides
 
@@ -459,7 +454,7 @@ class _Tiles:
     """The column layout and, if there is a cast of them, the rows."""
 
     def __init__(self, job: _Job) -> None:
-        x, row, col, s = job.x, job.row, job.col, job.strides
+        row, col, s = job.row, job.col, job.strides
         self.bn, self.job = _tile_width(row, col), job
         # The rows of no group are one more group.
         self.groups = job.groups if row is None else job.groups + 1
@@ -469,8 +464,8 @@ class _Tiles:
             ROW="none" if row is None else kind(row), COL=kind(col),
             ROW_BLOCK=self.bn if row is None or row.block[1] == FULL else row.block[1],
             COL_BLOCK=GROUP_ALIGN if job.whole else col.block[1],
-            ROW_T=row and target(x, row), COL_T=target(x, col),
-            EVEN=x.k % self.bn == 0, GP=triton.next_power_of_2(job.groups),
+            ROW_T=row and target(job.device, row), COL_T=target(job.device, col),
+            EVEN=job.k % self.bn == 0, GP=triton.next_power_of_2(job.groups),
             BM=GROUP_ALIGN, BN=self.bn,
             NEAR=all(GROUP_ALIGN * s[i] + self.bn * s[i + 1] < 2**31 for i in (0, 2, 4)),
         )  # fmt: skip
@@ -520,7 +515,7 @@ def _tile_options(job: _Job, bn: int) -> dict[str, int]:
     """Eight warps where masks, which every tile has, and inputs, or two layouts of which no amax is
     the tile's, need their registers. Two programs share a multiprocessor where inputs in 16 bits
     come in wide accesses; others would put hundreds of values aside."""
-    if not runs_ptx(job.x):
+    if not runs_ptx(job.device):
         return {"num_warps": 4}
     if job.source != "plain":
         few = {"maxnreg": 128} if job.dtype.itemsize == 2 and job.k % 16 == 0 else {}
