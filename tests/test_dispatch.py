@@ -1609,7 +1609,7 @@ def test_grouped_products_that_do_not_exist() -> None:
     )
     assert_expected_inline(
         refusal(lambda: F.grouped_mm(x8, w8, offs=offs.to("meta")), ValueError),
-        """operands are on cpu and cpu and meta; move them to one device""",
+        """operands are on cpu and meta; move them to one device""",
     )
     assert_expected_inline(
         refusal(lambda: F.grouped_mm(x8, w8.bfloat16(), offs=offs), ValueError),

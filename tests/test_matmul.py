@@ -292,7 +292,7 @@ out is torch.float64 of shape (6, 5) and strides (5, 1); this product is added t
     torch.bfloat16, torch.float16, torch.float32 of shape (6, 5), contiguous
 out is torch.float32 of shape (6, 5) and strides (8, 1); this product is added to one of
     torch.bfloat16, torch.float16, torch.float32 of shape (6, 5), contiguous
-operands are on cpu and cpu and cpu and cpu and meta; move them to one device""",
+operands are on cpu and meta; move them to one device""",
     )
 
 
