@@ -169,6 +169,7 @@ def plot(run: Record, path: Path) -> None:
         at = [place + i * height for place, _ in points]
         axes.barh(at, [speed for _, speed in points], height, label=name)
     axes.set_yticks([i + 0.4 for i in range(len(labels))], labels, fontsize=7)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("times as fast as the baseline")
     axes.set_title(sentence(run), fontsize=6)

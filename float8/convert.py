@@ -25,6 +25,7 @@ routers and no stack of experts, which "*.gate" keeps.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -102,8 +103,20 @@ class Report:
 
 
 def _table(rows: Sequence[tuple[str, ...]], total: str) -> str:
-    rows = [(row[0] or "(the model)", *row[1:]) for row in rows]
-    return "\n".join([*aligned(rows), total])
+    """Four or more rows that are alike but for the numbers in names become one, whose name is a
+    pattern for them all, and how many there are."""
+    patterns = [tuple(_NUMBER.sub("*", cell) for cell in row) for row in rows]
+    alike = Counter(patterns)
+    lines: dict[tuple[str, ...], None] = {}  # each once
+    for row, pattern in zip(rows, patterns, strict=True):
+        name, *rest = row
+        if alike[pattern] > 3:
+            name, *rest = f"{pattern[0]} ({alike[pattern]})", *pattern[1:]
+        lines[(name or "(the model)", *rest)] = None
+    return "\n".join([*aligned([*lines]), total])
+
+
+_NUMBER = re.compile(r"(?<![^.'])\d+(?![^.'])")  # that is a whole part of a name
 
 
 def convert(

@@ -42,6 +42,7 @@ from float8 import (
 )
 from float8.convert import KEEP, Report, convert, revert, summary
 from float8.devices import describe
+from float8.moe import SharedExpert
 from float8.sites import _TRANSFORMERS
 from float8.testing import assert_same_bytes, needs, relative_error
 
@@ -306,6 +307,41 @@ def test_a_map_gives_each_layer_its_recipe() -> None:
     }
     loss_of(model).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_layers_that_are_alike_share_a_line() -> None:
+    """The fifth is not; "v2" is a name, not a number."""
+    layers = [
+        nn.ModuleDict({"v2": nn.Linear(16, 16), "mlp": SharedExpert(16, 32)}) for _ in range(6)
+    ]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "head": nn.Linear(16, 4)})
+    report = convert(model, {"layers.4.v2": MXFP8, "*": ROWWISE})
+    assert len(report.converted) == 25
+    assert_expected_inline(
+        str(report),
+        """\
+layer                       as            recipe, or why not
+layers.*.v2 (5)             Float8Linear  rowwise
+layers.*.mlp.gate_proj (6)  Float8Linear  rowwise
+layers.*.mlp.up_proj (6)    Float8Linear  rowwise
+layers.*.mlp.down_proj (6)  Float8Linear  rowwise
+layers.4.v2                 Float8Linear  mxfp8
+head                        Float8Linear  rowwise
+layers.*.mlp (6)            SwiGLU        rowwise
+25 converted (25 Float8Linear, 0 Float8Weight), 0 skipped, 6 of 6 SwiGLU fused""",
+    )
+    assert_expected_inline(
+        str(summary(model)),
+        """\
+layer                       shape    recipe   forward    dgrad  wgrad  note
+layers.*.v2 (5)             16 x 16  rowwise  never run  -      -
+layers.*.mlp.gate_proj (6)  32 x 16  rowwise  never run  -      -      fused in 'layers.*.mlp'
+layers.*.mlp.up_proj (6)    32 x 16  rowwise  never run  -      -      fused in 'layers.*.mlp'
+layers.*.mlp.down_proj (6)  16 x 32  rowwise  never run  -      -      fused in 'layers.*.mlp'
+layers.4.v2                 16 x 16  mxfp8    never run  -      -
+head                        4 x 16   rowwise  never run  -      -
+25 of 25 in FP8, 25 of them never run""",
+    )
 
 
 def test_patterns_that_decide_nothing_are_refused() -> None:
