@@ -599,7 +599,7 @@ What was run on hardware, and what only compiled, is in the README.
 Who multiplies in forward, by recipe, on each architecture, and the format that its tensor cores
 have with its largest number. `cublas` is torch's own `scaled_mm` (cuBLASLt or CUTLASS on NVIDIA,
 hipBLASLt on AMD); `hopper` and `triton` are kernels of this library, which multiply experts
-everywhere (in MX blocks the Triton kernel does, where there is one); `torch_bf16` multiplies MX
+wherever these are not emulated (in MX blocks always the Triton kernel); `torch_bf16` multiplies MX
 blocks, dequantised, in bf16, which holds their values; *emulated* is in float32, in the same
 formats and blocks: for numerics, and slow. A number says why torch's own, and where it is emulated
 the Triton kernel, does not multiply. Sizes are any: what an implementation needs to be aligned is
