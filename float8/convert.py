@@ -102,6 +102,9 @@ class Report:
         return _table(rows, total)
 
 
+_NUMBER = re.compile(r"(?<![^.'])\d+(?![^.'])")  # that is a whole part of a name
+
+
 def _table(rows: Sequence[tuple[str, ...]], total: str) -> str:
     """Four or more rows that are alike but for the numbers in names become one, whose name is a
     pattern for them all, and how many there are."""
@@ -114,9 +117,6 @@ def _table(rows: Sequence[tuple[str, ...]], total: str) -> str:
             name, *rest = f"{pattern[0]} ({alike[pattern]})", *pattern[1:]
         lines[(name or "(the model)", *rest)] = None
     return "\n".join([*aligned([*lines]), total])
-
-
-_NUMBER = re.compile(r"(?<![^.'])\d+(?![^.'])")  # that is a whole part of a name
 
 
 def convert(

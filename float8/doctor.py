@@ -26,7 +26,7 @@ import struct
 import textwrap
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -338,13 +338,18 @@ def _operands(plan: Plan) -> tuple[Operand, Operand]:
     return a, b._replace(block=b.block[::-1])
 
 
+def _refusals(
+    table: Mapping[str, grouped.Refusal], row: DeviceProfile, a: Operand, b: Operand
+) -> dict[str, str]:
+    answers = ((name, refuse(row, a, b)) for name, refuse in table.items())
+    return {name: reason for name, reason in answers if reason is not None}
+
+
 def _chosen(
     row: DeviceProfile, a: Operand, b: Operand
 ) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Who multiplies on a device of that row, why others cannot, and the order that was asked."""
-    answers = {name: refuse(row, a, b) for name, refuse in IMPLEMENTATIONS.items()}
-    order = preference(row, a, b)
-    refusals = {name: reason for name, reason in answers.items() if reason is not None}
+    order, refusals = preference(row, a, b), _refusals(IMPLEMENTATIONS, row, a, b)
     return next(name for name in order if name not in refusals), refusals, order
 
 
@@ -578,12 +583,10 @@ def support_table() -> str:
         pairs = dict(zip(names, map(_operands, filter(None, plans)), strict=True))
         cells = [cell(*_chosen(row, *pair)[:2]) for pair in pairs.values()]
         a, b = pairs["rowwise"]
-        answers = {
-            name: refuse(row, a, b._replace(block=(1, *b.block)))
-            for name, refuse in grouped.IMPLEMENTATIONS.items()
-        }
-        refusals = {name: reason for name, reason in answers.items() if reason is not None}
-        cells.append(cell(next(name for name in answers if name not in refusals), refusals))
+        stack = b._replace(block=(1, *b.block))
+        refusals = _refusals(grouped.IMPLEMENTATIONS, row, a, stack)
+        first = next(name for name in grouped.IMPLEMENTATIONS if name not in refusals)
+        cells.append(cell(first, refusals))
         table.append([arch, _CARDS.get(arch, ""), f"{e4m3.name}, {e4m3.max:g}", *cells])
     body = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
     notes = "\n".join(f"- [{number}] {reason}" for reason, number in reasons.items())

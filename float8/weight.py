@@ -394,11 +394,11 @@ def _rebuild(
     recipe: Recipe,
     requires_grad: bool,
     is_parameter: bool,
-    attributes: dict[str, Any] | None = None,  # none before they were written
+    attributes: dict[str, Any],
 ) -> Tensor:
     w = _build(original, recipe, _Record())
     p = nn.Parameter(w, requires_grad) if is_parameter else w.requires_grad_(requires_grad)
-    p.__dict__.update(attributes or {})
+    p.__dict__.update(attributes)
     return p
 
 
