@@ -154,10 +154,7 @@ def convert(
             for its backward, by DistributedDataParallel or by a weak reference.
             In either case the model is as it was.
     """
-    _check_arguments(model, recipe, keep, experts)
-    for option, value in (("strict", strict), ("fuse", fuse)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{option}={value!r} must be True or False")
+    _check_arguments(model, recipe, keep, experts, strict=strict, fuse=fuse)
     sites = find_sites(model)
     if (found := next((site.name for site in sites if site.recipe is not None), None)) is not None:
         raise ValueError(
@@ -189,7 +186,9 @@ def convert(
     return report
 
 
-def _check_arguments(model: object, recipe: object, keep: object, experts: object) -> None:
+def _check_arguments(
+    model: object, recipe: object, keep: object, experts: object, **flags: object
+) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model is of type {type(model).__name__}; convert changes an nn.Module in place"
@@ -210,6 +209,9 @@ def _check_arguments(model: object, recipe: object, keep: object, experts: objec
         raise ValueError(f"keep={keep!r} must be a sequence of patterns: ('lm_head', 'blocks.0.*')")
     if not isinstance(experts, Recipe) and experts is not False and experts != "auto":
         raise ValueError(f"experts={experts!r} must be 'auto', False or a float8.Recipe")
+    for option, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{option}={flag!r} must be True or False")
 
 
 def _decide(

@@ -277,9 +277,9 @@ _COPIES = (
     aten.new_zeros.default,
 )
 # Methods that read or write memory themselves; a Float8Weight's own is empty.
-_THROUGH_MEMORY = (
+_THROUGH_MEMORY = frozenset((
     Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.apply_, Tensor.map_, Tensor.__format__,
-)  # fmt: skip
+))  # fmt: skip
 # An op with one of these words in its name multiplies matrices, or could.
 _MULTIPLIES = frozenset(
     "mm addmm bmm addbmm baddbmm mv addmv dot vdot matmul linear trilinear rnn lstm gru attention "
